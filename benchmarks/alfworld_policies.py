@@ -12,34 +12,34 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from benchmarks.markdown_table import markdown
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 from outrider.environments.alfworld.made_games import TASK_TYPES
 from outrider.environments.text_games import render_action
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
 from outrider.seeding import stream
-from outrider.types import Message, Task
+from outrider.types import Task
 
 
-def chance(family: AlfworldTaskSet, task: Task, sample: int) -> bool:
-    """Whether commands drawn from those that are admitted win the game within the moves that there are."""
+def chance(settings: AlfworldConfig, task: Task, sample: int) -> bool:
+    """Whether commands drawn from those that are possible win the game within ``max_moves``."""
     draw = stream(sample, "alfworld chance", task.key)
-    environment = family.make()(task)
-    environment.reset(0)
-    done = False
-    while not done:
-        admitted = environment.admitted()
-        text = render_action(admitted[int(draw.integers(len(admitted)))])
-        done = environment.step(Message(role="assistant", content=text)).done
+    environment = AlfworldEnvironment(settings)
+    environment.task = task
+    environment.reset(task, 0)
+    while environment.game is not None:
+        commands = environment.game.commands()
+        environment.step(render_action(commands[int(draw.integers(len(commands)))]))
     return environment.result().success
 
 
-def rows(family: AlfworldTaskSet, num_samples: int) -> list[Sequence[str]]:
+def rows(settings: AlfworldConfig, num_samples: int) -> list[Sequence[str]]:
     """One a task type, and all of them."""
     played: dict[str, list[tuple[int | None, list[bool]]]] = {one: [] for one in (*TASK_TYPES, "all")}
-    for task in family.tasks("test"):
-        steps = family.expert(task, 0)
-        won = [chance(family, task, sample) for sample in range(num_samples)]
+    task_set = AlfworldEnvironment.build(settings)
+    for task in task_set.tasks("test"):
+        steps = task_set.expert(task, 0)
+        won = [chance(settings, task, sample) for sample in range(num_samples)]
         for name in (str(task.metadata["task_type"]), "all"):
             played[name].append((None if steps is None else len(steps), won))
     return [_row(name, found) for name, found in played.items() if found]
@@ -63,9 +63,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--max-moves", type=int, default=50)
     arguments = parser.parse_args(given)
-    family = AlfworldTaskSet(AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves))
+    settings = AlfworldConfig(num_test=arguments.games, max_moves=arguments.max_moves)
     header = ("task type", "games", "planner", "its commands", "won by chance")
-    print(markdown(header, rows(family, arguments.samples)))
+    print(markdown(header, rows(settings, arguments.samples)))
     return 0
 
 

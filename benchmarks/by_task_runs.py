@@ -115,10 +115,7 @@ class Plan:
                 command="eval",
                 recipe=self.recipe,
                 overrides=(f"seed={seed}", *self._untaught(method, other)),
-                options={
-                    "checkpoint": str(last[-1] if last else checkpoints),
-                    "adapt": str(self.num_trials),
-                },
+                options={"checkpoint": str(last[-1] if last else checkpoints), "adapt": str(self.num_trials)},
             )
 
     def _adapting(self) -> Iterator[tuple[str, str, str, int]]:

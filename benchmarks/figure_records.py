@@ -28,8 +28,7 @@ from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
 from benchmarks.markdown_table import markdown
 from outrider.errors import DataError
-from outrider.evaluation.packs import EXACT, read_exact
-from outrider.evaluation.verify import verified_tables
+from outrider.evaluation.packs import read_exact, verify
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
 from outrider.viewer.run_reader import read_records
@@ -201,7 +200,7 @@ def _scores(record: Scores, packs: Path) -> dict[str, str]:
 
 
 def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
-    _, tables = verified_tables(pack)
+    tables = verify(pack).tables
     rows = {(row["run"], row["label"]): row for row in tables["evaluations"]}
     tokens = {row["run"]: int(row.get("policy tokens", 0)) for row in tables["costs"]}
     seeds = []
@@ -251,7 +250,7 @@ def _mean(seeds: Sequence[SeedScores], name: str) -> float:
 
 
 def _runs(record: Runs, packs: Path) -> dict[str, str]:
-    _, tables = verified_tables(packs / record.pack)
+    tables = verify(packs / record.pack).tables
     ends = {row["run"]: row for row in tables["evaluations"] if row["step"] > 0}
     columns = (
         *record.columns,
@@ -275,7 +274,7 @@ def _runs(record: Runs, packs: Path) -> dict[str, str]:
 
 
 def _gains(record: Gains, packs: Path) -> dict[str, str]:
-    verified_tables(packs / record.pack)
+    verify(packs / record.pack)
     pairs = read_pairs(packs / record.pack / "runs")
     return {"": markdown(heads(pairs), rows(pairs))}
 
@@ -286,11 +285,11 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
     from benchmarks.learning_methods import TOY_SUITES
     from benchmarks.learning_tables import toy_table
 
-    verified_tables(packs / record.pack)
+    verify(packs / record.pack)
     # their names are wanted, not their settings
     methods = {method.key: method for method in TOY_SUITES[record.toy].methods(1)}
     results: dict[str, dict[int, Any]] = {key: {} for key in record.methods}
-    for row in read_exact(packs / record.pack / EXACT).values():
+    for row in read_exact(packs / record.pack).values():
         if row.toy == record.toy and row.method in results:
             results[row.method][row.seed] = Result(**row.result)
     chosen = [methods[key] for key in record.methods]
@@ -306,7 +305,7 @@ def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
     methods = {method.key: method for method in factbook_methods(2, 1)}
     runs: dict[str, Path] = {}
     for pack in (record.pack,) if isinstance(record.pack, str) else record.pack:
-        manifest, _ = verified_tables(packs / pack)
+        manifest = verify(packs / pack).manifest
         own = [name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
         runs = {name: packs / pack / "runs" / name for name in own} | runs
     chosen, comparison = (
@@ -319,7 +318,7 @@ def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
 
 def _calls(record: Calls, packs: Path) -> dict[str, str]:
     for pack in record.packs:
-        verified_tables(packs / pack)
+        verify(packs / pack)
     folders = [packs / pack / "runs" for pack in record.packs]
     return {
         "": calls_to_reward.table(

@@ -113,8 +113,9 @@ def _lines_before(text: str, num_words: int) -> int:
 
 
 def documents(root: Path) -> list[Path]:
-    """README and everything in docs."""
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    """Return README, everything in docs, and the page of earlier measurements beside the records."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md")), root / "records" / "README.md"]
+    return [page for page in pages if page.exists()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

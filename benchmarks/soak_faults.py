@@ -14,7 +14,7 @@ from typing import Any, Final
 from benchmarks.soak_measure import descendants
 from outrider.engines.base import Engine, Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.tool_qa.environment import ToolEnvironment, ToolEnvironmentFactory
+from outrider.environments.environment import EnvironmentEpisode, EpisodeFactory
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.types import Message, Task
 
@@ -77,7 +77,7 @@ class Faults:
 class FaultyEnvironment:
     """A tool episode in which anything may break."""
 
-    def __init__(self, inner: ToolEnvironment, faults: Faults) -> None:
+    def __init__(self, inner: EnvironmentEpisode, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
 
     def reset(self, seed: int) -> Sequence[Message]:
@@ -109,18 +109,12 @@ class FaultyEnvironment:
 class FaultyFactory:
     """Makes these."""
 
-    def __init__(self, inner: ToolEnvironmentFactory, faults: Faults) -> None:
+    def __init__(self, inner: EpisodeFactory, faults: Faults) -> None:
         self._inner, self._faults = inner, faults
 
     def __call__(self, task: Task) -> FaultyEnvironment:
         self._faults.around("a new environment")
         return FaultyEnvironment(self._inner(task), self._faults)
-
-    def begin_batch(self, *, limited: bool) -> None:
-        self._inner.begin_batch(limited=limited)
-
-    def begin_round(self) -> None:
-        self._inner.begin_round()
 
     def close(self) -> None:
         self._inner.close()

@@ -1,4 +1,4 @@
-"""Generated conversations for chat templates: what episodes hold, in any order, with odd text."""
+"""Generated conversations for chat templates: messages of episodes in any order, with unusual text."""
 
 from collections.abc import Sequence
 
@@ -59,14 +59,14 @@ class Generator:
                 *observed,
             ]
         calls = tuple(self._call(number) for number in range(1 + self._chance(0.3)))
-        said = Message(
+        turn = Message(
             role="assistant",
             content=self._text() if self._chance(0.3) else "",
             reasoning=thought,
             tool_calls=calls,
         )
         return [
-            said,
+            turn,
             *(
                 Message(role="tool", content=self._text(), tool_call_id=call.call_id, tool_name=call.name)
                 for call in calls

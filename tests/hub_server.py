@@ -56,7 +56,7 @@ def hub_server(repositories: dict[str, Repository], *, token: str = "", failures
     url = f"http://127.0.0.1:{server.server_address[1]}"
     hub = Hub(url=url, repositories=repositories, token=token, failures=failures)
     server.RequestHandlerClass = type("Handler", (_Handler,), {"hub": hub})
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield hub

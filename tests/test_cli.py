@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,94 +25,43 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tool_run(tmp_path_factory.mktemp("cli"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bad:
-    """An input that cannot run: what to add to ``train RECIPE``, the exit status, and a part of the line."""
-
-    name: str
-    overrides: tuple[str, ...]
-    status: int
-    says: str
-
-
 BAD = [
-    Bad(name="unknown key", overrides=("train.num_stepz=3",), status=2, says="train.num_stepz: unknown key"),
-    Bad(name="unknown section", overrides=("trian.num_steps=3",), status=2, says="trian: unknown key"),
-    Bad(name="wrong type", overrides=("train.num_steps=many",), status=2, says="train.num_steps"),
-    Bad(
-        name="not finite",
-        overrides=("optimizer.learning_rate=inf",),
-        status=2,
-        says="optimizer.learning_rate",
-    ),
-    Bad(name="out of range", overrides=("train.tasks_per_step=0",), status=2, says="train.tasks_per_step"),
-    Bad(name="value as section", overrides=("seed.x=1",), status=2, says="seed is a value"),
-    Bad(name="no override", overrides=("=1",), status=2, says="section.key=value"),
-    Bad(name="unknown algorithm", overrides=("algorithm.type=magic",), status=2, says="algorithm"),
-    Bad(
-        name="hybrids beyond the group",
-        overrides=("algorithm.num_hybrid=9",),
-        status=2,
-        says="num_hybrid 9 exceeds group_size 4",
-    ),
-    Bad(
-        name="turn beyond response",
-        overrides=("rollout.max_turn_tokens=999",),
-        status=2,
-        says="max_turn_tokens exceeds",
-    ),
-    Bad(
-        name="execute without state",
-        overrides=("algorithm.retrieval.mode=execute",),
-        status=2,
-        says="stateful environment",
-    ),
-    Bad(
-        name="mini-batches",
-        overrides=("update.num_mini_batches=5",),
-        status=2,
-        says="num_mini_batches exceeds",
-    ),
-    Bad(
-        name="search without corpus",
-        overrides=('environment={type="tools"}',),
-        status=2,
-        says="needs a corpus",
-    ),
-    Bad(name="missing model", overrides=("model.name=no/such/folder",), status=1, says="no/such/folder"),
-    Bad(
-        name="missing data set",
-        overrides=("environment.train.path=gone.jsonl",),
-        status=1,
-        says="gone.jsonl: no such file",
-    ),
-    Bad(name="missing corpus", overrides=("environment.corpus=gone.jsonl",), status=1, says="gone.jsonl"),
-    Bad(name="missing buffer", overrides=("buffer.path=gone.sqlite",), status=1, says="gone.sqlite"),
-    Bad(name="other embedder", overrides=("buffer.embedder=minilm",), status=2, says="built with embedder"),
-    Bad(
-        name="too few tasks",
-        overrides=("train.tasks_per_step=50",),
-        status=1,
-        says="6 training tasks are fewer",
-    ),
-    Bad(
-        name="no such split",
-        overrides=("evaluation.split=valid",),
-        status=1,
-        says="no data set is configured",
-    ),
-    Bad(name="missing checkpoint", overrides=("model.initial_checkpoint=gone",), status=1, says="gone"),
+    ("train.num_stepz=3", 2, "train.num_stepz: unknown key"),
+    ("trian.num_steps=3", 2, "trian: unknown key"),
+    ("train.num_steps=many", 2, "train.num_steps"),
+    ("optimizer.learning_rate=inf", 2, "optimizer.learning_rate"),
+    ("train.tasks_per_step=0", 2, "train.tasks_per_step"),
+    ("seed.x=1", 2, "seed is a value"),
+    ("=1", 2, "section.key=value"),
+    ("algorithm.type=magic", 2, "algorithm"),
+    ("algorithm.num_hybrid=9", 2, "num_hybrid 9 exceeds group_size 4"),
+    ("rollout.max_turn_tokens=999", 2, "max_turn_tokens exceeds"),
+    ("algorithm.retrieval.mode=execute", 2, "stateful environment"),
+    ("update.num_mini_batches=5", 2, "num_mini_batches exceeds"),
+    ('environment={type="tools"}', 2, "needs a corpus"),
+    ("model.name=no/such/folder", 1, "no/such/folder"),
+    ("environment.train.path=gone.jsonl", 1, "gone.jsonl: no such file"),
+    ("environment.corpus=gone.jsonl", 1, "gone.jsonl"),
+    ("buffer.path=gone.sqlite", 1, "gone.sqlite"),
+    ("buffer.embedder=minilm", 2, "built with embedder"),
+    ("train.tasks_per_step=50", 1, "6 training tasks are fewer"),
+    ("evaluation.split=valid", 1, "no data set is configured"),
+    ("model.initial_checkpoint=gone", 1, "gone"),
 ]
+"""An override that cannot run, the exit status, and a part of the message."""
 
 
-def _assert_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], *, status: int, says: str
+def _train(recipe: Path, run: Path, *more: str) -> list[str]:
+    return ["train", str(recipe), *more, "--run", str(run), "--progress", "none"]
+
+
+def _assert_error(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, message: str
 ) -> None:
     capsys.readouterr()
     assert main(arguments) == status
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1, told
-    assert told[0].startswith("outrider: ") and says in told[0]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("outrider: ") and message in line
 
 
 def _files(folder: Path) -> dict[Path, bytes]:
@@ -126,38 +74,29 @@ def _files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in kept}
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.name)
+@pytest.mark.parametrize(("override", "status", "message"), BAD)
 def test_bad_input_is_one_line_and_writes_nothing(
-    bad: Bad,
+    override: str,
+    status: int,
+    message: str,
     recipe: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    if "minilm" in bad.overrides[0] and find_spec("onnxruntime") is None:
+    if "minilm" in override and find_spec("onnxruntime") is None:
         pytest.skip("needs the extra minilm")
     monkeypatch.chdir(tmp_path)
     before = _files(recipe.parent)
-    arguments = ["train", str(recipe), *bad.overrides, "--run", str(tmp_path / "run"), "--progress", "none"]
-    _assert_refused(capsys, arguments, status=bad.status, says=bad.says)
+    _assert_error(capsys, _train(recipe, tmp_path / "run", override), status, message)
     assert list(tmp_path.iterdir()) == []
     assert _files(recipe.parent) == before
 
 
-def test_a_failed_set_up_leaves_a_folder_that_was_there_empty(
+def test_a_failed_set_up_leaves_an_empty_folder_empty(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [
-        "train",
-        str(recipe),
-        "--run",
-        str(tmp_path),
-        "--progress",
-        "none",
-        "--model",
-        "no/such/folder",
-    ]
-    _assert_refused(capsys, arguments, status=1, says="no/such/folder")
+    _assert_error(capsys, _train(recipe, tmp_path, "--model", "no/such/folder"), 1, "no/such/folder")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -169,19 +108,15 @@ def test_missing_and_malformed_recipes(tmp_path: Path, capsys: pytest.CaptureFix
         (broken, "not valid TOML"),
         (tmp_path, "cannot read"),
     ):
-        _assert_refused(capsys, ["train", str(path), "--run", str(tmp_path / "run")], status=2, says=says)
+        _assert_error(capsys, ["train", str(path), "--run", str(tmp_path / "run")], 2, says)
     assert list(tmp_path.iterdir()) == [broken]
 
 
-def test_commands_that_do_not_go_together(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _assert_refused(capsys, ["train"], status=2, says="give a recipe")
-    _assert_refused(capsys, ["train", str(recipe)], status=2, says="--run DIRECTORY")
-    _assert_refused(capsys, ["train", str(recipe), "--resume", str(tmp_path)], status=2, says="give a recipe")
-    _assert_refused(
-        capsys, ["train", "--resume", str(tmp_path), "--model", "x"], status=2, says="keeps its model"
-    )
+def test_options_that_contradict(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _assert_error(capsys, ["train"], 2, "pass a recipe")
+    _assert_error(capsys, ["train", str(recipe)], 2, "--run DIRECTORY")
+    _assert_error(capsys, ["train", str(recipe), "--resume", str(tmp_path)], 2, "pass a recipe")
+    _assert_error(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], 2, "keeps its model")
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(recipe), "--no-such-option"])
     assert stopped.value.code == 2
@@ -209,20 +144,12 @@ def test_a_bad_data_file_is_named_with_its_line(
 ) -> None:
     data = tmp_path / "data.jsonl"
     says = spoil(data)
-    arguments = [
-        "train",
-        str(recipe),
-        f"environment.train.path={data}",
-        "--run",
-        str(tmp_path / "run"),
-        "--progress",
-        "none",
-    ]
-    _assert_refused(capsys, arguments, status=1, says=says)
+    arguments = _train(recipe, tmp_path / "run", f"environment.train.path={data}")
+    _assert_error(capsys, arguments, 1, says)
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_a_corrupt_buffer_is_refused_and_left_as_it_is(
+def test_a_corrupt_buffer_is_an_error_and_stays_as_it_is(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     buffer = tmp_path / "buffer.sqlite"
@@ -230,34 +157,24 @@ def test_a_corrupt_buffer_is_refused_and_left_as_it_is(
     content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
     for damaged in (bytes(content), b"not a database at all" * 100):
         buffer.write_bytes(damaged)
-        arguments = [
-            "train",
-            str(recipe),
-            f"buffer.path={buffer}",
-            "--run",
-            str(tmp_path / "run"),
-            "--progress",
-            "none",
-        ]
-        _assert_refused(capsys, arguments, status=1, says=str(buffer))
+        arguments = _train(recipe, tmp_path / "run", f"buffer.path={buffer}")
+        _assert_error(capsys, arguments, 1, str(buffer))
         assert buffer.read_bytes() == damaged and not (tmp_path / "run").exists()
 
 
-def test_a_run_directory_is_never_overwritten_shared_or_guessed(
+def test_a_run_directory_is_never_overwritten_or_guessed(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     note = tmp_path / "note.txt"
     note.write_text("mine")
-    _assert_refused(capsys, ["train", str(recipe), "--run", str(tmp_path)], status=2, says="is not empty")
-    _assert_refused(capsys, ["train", str(recipe), "--run", str(note)], status=2, says="is not empty")
-    _assert_refused(capsys, ["train", "--resume", str(tmp_path)], status=1, says="no run directory")
-    _assert_refused(capsys, ["train", "--resume", str(tmp_path / "gone")], status=1, says="no run directory")
+    _assert_error(capsys, ["train", str(recipe), "--run", str(tmp_path)], 2, "is not empty")
+    _assert_error(capsys, ["train", str(recipe), "--run", str(note)], 2, "is not empty")
+    _assert_error(capsys, ["train", "--resume", str(tmp_path)], 1, "no run directory")
+    _assert_error(capsys, ["train", "--resume", str(tmp_path / "gone")], 1, "no run directory")
     assert _files(tmp_path) == {note: b"mine"}
 
 
-def test_a_run_in_use_is_refused_and_left_alone(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_in_use_is_an_error(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(to_toml(load_settings(RunSettings, file=recipe).model_dump(mode="json")))
@@ -265,7 +182,7 @@ def test_a_run_in_use_is_refused_and_left_alone(
     with (run / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         before = _files(run)
-        _assert_refused(capsys, ["train", "--resume", str(run)], status=2, says="in use by another process")
+        _assert_error(capsys, ["train", "--resume", str(run)], 2, "in use by another process")
         assert _files(run) == before
 
 
@@ -281,16 +198,8 @@ def test_a_missing_tracker_names_its_extra(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # the import fails, whatever is installed
-    arguments = [
-        "train",
-        str(recipe),
-        f'trackers=["{tracker}"]',
-        "--run",
-        str(tmp_path / "run"),
-        "--progress",
-        "none",
-    ]
-    _assert_refused(capsys, arguments, status=2, says=f"outrider[{tracker}]")
+    arguments = _train(recipe, tmp_path / "run", f'trackers=["{tracker}"]')
+    _assert_error(capsys, arguments, 2, f"outrider[{tracker}]")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -315,15 +224,14 @@ def test_a_dry_run_prints_what_loads_again_and_writes_nothing(
 
 
 def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = "smollm2-135m-instruct"
+    model = ["--model", "smollm2-135m-instruct"]
     orders = [
-        ["train", str(recipe), "--model", model, "seed=9", "--dry-run", "train.num_steps=3"],
+        ["train", str(recipe), *model, "seed=9", "--dry-run", "train.num_steps=3"],
         [
             "train",
             "--dry-run",
             str(recipe),
-            "--model",
-            model,
+            *model,
             "seed=1",
             "--progress",
             "none",
@@ -336,7 +244,7 @@ def test_overrides_may_stand_anywhere(recipe: Path, capsys: pytest.CaptureFixtur
         assert main(arguments) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
-    assert "seed = 9" in outputs[0] and f'name = "{model}"' in outputs[0]
+    assert "seed = 9" in outputs[0] and f'name = "{model[1]}"' in outputs[0]
 
 
 def _python(code: str) -> str:

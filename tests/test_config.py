@@ -63,13 +63,13 @@ def write(folder: Path, text: str | bytes) -> Path:
         ("flags = " + "[" * 100_000, "not valid TOML"),
     ],
 )
-def test_a_bad_file_is_one_line_that_names_the_key(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_the_error_of_a_file_names_the_key(tmp_path: Path, text: str | bytes, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(Outer, file=write(tmp_path, text))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(Outer, file=write(tmp_path, "count = 0\nextra = 1\n[inner]\nrate = -1"))
     assert all(key in str(caught.value) for key in ("count: ", "extra: unknown key", "inner.rate: "))
@@ -107,7 +107,7 @@ def test_an_override_below_a_value_or_of_an_unknown_key() -> None:
         load_settings(Outer, file=None, overrides=["inner.x=3"])
 
 
-def test_none_switches_an_optional_setting_off_and_only_an_optional_one() -> None:
+def test_none_disables_optional_settings_only() -> None:
     assert load_settings(Outer, file=None, overrides=["inner.limit=none"]).inner.limit is None
     assert load_settings(Outer, file=None, overrides=["inner.kind=none"]).inner.kind == "none"
     assert load_settings(Outer, file=None, overrides=["name=none"]).name == "none"
@@ -134,7 +134,7 @@ TREE = st.recursive(
 
 
 @given(tree=TREE)
-def test_any_plain_tree_survives_toml(tree: dict[str, Any]) -> None:
+def test_toml_round_trip(tree: dict[str, Any]) -> None:
     assert repr_sorted(tomllib.loads(to_toml(tree))) == repr_sorted(tree)
 
 
@@ -145,7 +145,7 @@ def repr_sorted(value: Any) -> str:
     return "[" + ",".join(map(repr_sorted, value)) + "]" if isinstance(value, list) else repr(value)
 
 
-def test_the_awkward_trees_by_name() -> None:
+def test_toml_round_trip_of_special_values() -> None:
     tree = {
         "a.b": {"": {"c d": 'say "x"\\n'}},
         "\u00fc": "\x00\x1b\x7f\r\n\t\u2028\U0001f600",
@@ -163,14 +163,10 @@ def test_the_awkward_trees_by_name() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_loads_and_its_resolved_form_is_the_same_run(recipe: Path, tmp_path: Path) -> None:
+def test_every_recipe_loads_and_its_resolved_form_is_equal(recipe: Path, tmp_path: Path) -> None:
     loaded = load_settings(RunSettings, file=recipe)
     again = load_settings(RunSettings, file=write(tmp_path, to_toml(loaded.model_dump(mode="json"))))
     assert again == loaded
-
-
-def test_there_are_recipes() -> None:
-    assert RECIPES
 
 
 @pytest.mark.parametrize(
@@ -180,7 +176,7 @@ def test_there_are_recipes() -> None:
         (["algorithm.type=ppo"], "algorithm"),
         (["algorithm.num_hybrid=99"], "num_hybrid 99 exceeds group_size"),
         (["algorithm.aggregation=constant_length"], "max_length"),
-        (["algorithm.quality=false", "algorithm.timing=none"], "leaves no retrieval reward"),
+        (["algorithm.quality=false", "algorithm.timing=none"], "is no retrieval reward"),
         (["algorithm.retrieval.mode=execute"], "stateful"),
         (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], "tag protocol"),
         (["algorithm.num_hybrid=0", "buffer.evolve=true"], "num_hybrid of at least 1"),
@@ -191,14 +187,14 @@ def test_there_are_recipes() -> None:
         (["seed=none"], "seed"),
     ],
 )
-def test_impossible_runs_stop_at_parse_time(overrides: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(overrides: list[str], message: str) -> None:
     base = ["environment.type=factbook", "algorithm.type=rapo"]
     with pytest.raises(ConfigError) as caught:
         load_settings(RunSettings, file=None, overrides=[*base, *overrides])
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_sampler_correction_can_be_switched_off_in_a_file(tmp_path: Path) -> None:
+def test_the_sampler_correction_can_be_disabled_in_a_file(tmp_path: Path) -> None:
     text = "[environment]\ntype = 'factbook'\n[algorithm]\ntype = 'grpo'\nsampler_correction = 'none'\n"
     loaded = load_settings(RunSettings, file=write(tmp_path, text))
     assert loaded.algorithm.sampler_correction is None
@@ -206,7 +202,7 @@ def test_the_sampler_correction_can_be_switched_off_in_a_file(tmp_path: Path) ->
     assert again == loaded
 
 
-def test_more_episodes_than_simulators_are_never_started() -> None:
+def test_concurrent_episodes_are_limited_by_simulators() -> None:
     base = ["environment.type=scienceworld", "algorithm.type=grpo", "train.max_concurrent=8"]
     assert (
         load_settings(RunSettings, file=None, overrides=[*base, "environment.num_workers=3"]).num_concurrent
@@ -257,8 +253,6 @@ class Sections(Settings):
         ({"either": {"right": 4}}, {"either": {"right": 4}}),
     ],
 )
-def test_a_section_sets_what_it_names_and_the_rest_is_the_field_s_default(
-    given: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_section_keeps_the_defaults_of_its_field(given: dict[str, Any], expected: dict[str, Any]) -> None:
     found = validate(Sections, given).model_dump()
     assert {key: found[key] for key in expected} == expected

@@ -38,7 +38,7 @@ def raising(error: Exception) -> Any:
         AssertionError(),
     ],
 )
-def test_whatever_a_check_raises_is_a_finding(error: Exception) -> None:
+def test_an_exception_of_a_check_is_a_finding(error: Exception) -> None:
     finding = find(Check(name="x", look=raising(error), advice="install it", required=True))
     assert not finding.works and finding.required and finding.advice == "install it"
     assert str(error).split("\n")[0] in finding.detail and "\n" not in finding.detail
@@ -100,7 +100,7 @@ def test_a_machine_that_lacks_everything(
     assert text.count("missing") + text.count("MISSING") >= 9
 
 
-def test_the_path_of_a_model_is_told_and_why(
+def test_the_execution_path_of_a_model_and_its_reason(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "500")
@@ -116,7 +116,7 @@ def test_the_path_of_a_model_is_told_and_why(
     assert "MISSING" in capsys.readouterr().out
 
 
-def test_the_rate_says_how_long_the_demo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matrix_rate_estimates_the_time_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the rates that it was measured at: 5 min 2 s, and 8 min 42 s on a processor of the slow kind."""
     threads = torch.get_num_threads()
     for rate, minutes in ((0.266, 5), (0.122, 9)):
@@ -127,7 +127,7 @@ def test_the_rate_says_how_long_the_demo_takes(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_the_ways_of_the_linear_layers_are_named(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implementations_of_linear_layers(packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onednn, "can_pack", lambda dtype: packs)
     way = "packed" if packs else "plain"
     assert f"float32 {way}" in processor.kernels() and f"bfloat16 {way}" in processor.kernels()
@@ -158,7 +158,7 @@ def test_the_recipe_loads_and_every_commented_setting_exists(tmp_path: Path) -> 
     assert load_settings(RunSettings, file=other).algorithm.type == "grpo"
 
 
-def test_no_recipe_is_overwritten(tmp_path: Path, capsys: Any) -> None:
+def test_a_recipe_is_never_overwritten(tmp_path: Path, capsys: Any) -> None:
     file = tmp_path / "r.toml"
     file.write_text("mine")
     with pytest.raises(ConfigError, match="not overwritten"):
@@ -178,7 +178,7 @@ def test_no_recipe_is_overwritten(tmp_path: Path, capsys: Any) -> None:
         ("command-r", ["tool_use renders conversations with tools, default renders others"]),
     ],
 )
-def test_the_chat_template_of_a_model_is_tried_as_a_run_does(
+def test_the_chat_template_of_a_model_is_checked(
     name: str, lines: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "900")

@@ -26,7 +26,7 @@ def victim(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["report.html.tmp", "report.html", ".report.html.partial"])
-def test_view_writes_through_no_link(tmp_path: Path, victim: Path, name: str) -> None:
+def test_the_report_follows_no_link(tmp_path: Path, victim: Path, name: str) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("seed = 0\n")
@@ -35,7 +35,7 @@ def test_view_writes_through_no_link(tmp_path: Path, victim: Path, name: str) ->
     assert victim.read_text() == "precious" and not (run / "report.html").is_symlink()
 
 
-def test_the_name_of_a_temporary_file_is_not_known_before_and_is_never_taken_over(
+def test_temporary_names_are_unpredictable_and_never_reused(
     tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even where a link is put at the very name: the file is made, or nothing is."""
@@ -49,7 +49,7 @@ def test_the_name_of_a_temporary_file_is_not_known_before_and_is_never_taken_ove
     assert (tmp_path / "a").read_bytes() == b"new"
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
     with pytest.raises(ValueError, match="half"), replacing(tmp_path / "a") as stream:
         stream.write(b"ne")
@@ -57,7 +57,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
     assert (tmp_path / "a").read_text() == "old" and not list(tmp_path.glob(TEMPORARY))
 
 
-def test_a_new_file_has_the_mode_of_any_other(tmp_path: Path) -> None:
+def test_a_new_file_has_the_default_mode(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     replace_file(tmp_path / "a", b"")
     assert stat.S_IMODE(os.stat(tmp_path / "a").st_mode) == stat.S_IMODE(os.stat(tmp_path / "plain").st_mode)
@@ -96,7 +96,7 @@ def test_comparing_follows_no_link(tmp_path: Path, victim: Path, monkeypatch: py
     assert (tmp_path / "page.html").read_text() == "page ?" and victim.read_text() == "precious"
 
 
-def test_leftovers_of_a_kill_go_and_what_is_being_written_stays(tmp_path: Path) -> None:
+def test_leftovers_are_removed_and_files_in_use_stay(tmp_path: Path) -> None:
     """Also a report's: three broken runs of the campaign of kills kept theirs for ever."""
     (tmp_path / f"report.html.{'0' * 16}.tmp").write_bytes(b"half")
     (tmp_path / f"a.{'1' * 16}.tmp").symlink_to(tmp_path / "victim")
@@ -109,7 +109,7 @@ def test_leftovers_of_a_kill_go_and_what_is_being_written_stays(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_file_taken_for_a_leftover_before_its_lock_is_begun_anew(
+def test_a_file_removed_before_its_lock_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter([tmp_path / "first.tmp", tmp_path / "second.tmp"])

@@ -28,7 +28,7 @@ class Parsed(Exception):
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith("outrider ")])
-def test_outrider_takes_it(
+def test_outrider_commands_are_valid(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stop(*given: Any, **named: Any) -> Any:
@@ -50,7 +50,7 @@ def test_outrider_takes_it(
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if one.startswith("make ")])
-def test_make_has_it(command: str) -> None:
+def test_make_targets_exist(command: str) -> None:
     subcommand, *settings = shlex.split(command)[1:]
     assert re.search(rf"^{subcommand}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for name, value in (setting.split("=", 1) for setting in settings):
@@ -59,17 +59,17 @@ def test_make_has_it(command: str) -> None:
             gpu._parser().parse_args(shlex.split(value))
 
 
-def test_the_address_of_a_ray_is_a_setting_of_a_new_run(
+def test_the_ray_address_is_a_setting_of_a_new_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert cli.main(["train", "recipes/demo.toml", "--ray-address", "auto", "--dry-run"]) == 0
+    assert cli.main(["train", "recipes/house-empo2.toml", "--ray-address", "auto", "--dry-run"]) == 0
     assert 'ray_address = "auto"' in capsys.readouterr().out
     assert cli.main(["train", "--resume", "runs/none", "--ray-address", "auto"]) == 2
-    assert "keeps its model, its directory and the address of its Ray" in capsys.readouterr().err
+    assert "has its own model, directory and Ray address" in capsys.readouterr().err
 
 
-def test_what_is_submitted_is_a_run() -> None:
+def test_submitted_commands_start_a_run() -> None:
     """The arguments of the scripts are a run directory, a recipe and settings."""
     [submitted] = [one for one in SHOWN if one.startswith("sbatch")]
     _, nodes, script, run, recipe, *overrides = shlex.split(submitted)

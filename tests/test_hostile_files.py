@@ -58,9 +58,7 @@ def no_date(num: int = 1) -> pa.Array:
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_parquet_that_holds_what_it_should_not_is_a_data_error(
-    tmp_path: Path, column: Callable[[], pa.Array]
-) -> None:
+def test_malformed_parquet_is_a_data_error(tmp_path: Path, column: Callable[[], pa.Array]) -> None:
     path = parquet(tmp_path / "a.parquet", question=column(), answer=pa.array(["a"]))
     with pytest.raises(DataError, match="malformed Parquet"):
         read_rows(path)
@@ -69,7 +67,7 @@ def test_parquet_that_holds_what_it_should_not_is_a_data_error(
 
 
 @pytest.mark.parametrize("column", [no_utf8, no_date], ids=["invalid UTF-8", "a date out of range"])
-def test_a_bad_row_of_trajectories_is_skipped_alone(
+def test_only_the_bad_row_of_trajectories_is_skipped(
     tmp_path: Path, column: Callable[[int], pa.Array]
 ) -> None:
     """Row 2 of 3 cannot be read."""
@@ -90,7 +88,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str) -> None:
+def test_errors_of_hostile_lines_name_the_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"question": "q", "answer": "a"}\n' + line.encode("latin-1"))
     with pytest.raises(DataError, match=r"a\.jsonl:2"):
@@ -98,7 +96,7 @@ def test_hostile_lines_of_a_data_set_name_the_line(tmp_path: Path, line: str) ->
 
 
 @pytest.mark.parametrize("field", ["task_key", "agent", "trajectory_id"])
-def test_names_that_are_no_unicode_are_malformed_records(tmp_path: Path, field: str) -> None:
+def test_names_with_invalid_unicode_are_malformed_records(tmp_path: Path, field: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
         json.dumps(GOOD | {field: "\ud800"})
@@ -162,7 +160,7 @@ CONFIGS = (
 
 
 @pytest.mark.parametrize("content", CONFIGS, ids=range(len(CONFIGS)))
-def test_a_hostile_recipe_is_a_config_error_and_a_hostile_run_a_page(tmp_path: Path, content: str) -> None:
+def test_hostile_recipes_are_config_errors(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.toml").write_text(content)
     with pytest.raises(ConfigError):
         load_settings(RunSettings, file=tmp_path / "config.toml")
@@ -184,7 +182,7 @@ def line(kind: str, step: object, value: object) -> str:
 @pytest.mark.parametrize("kind", ["metrics", "evaluations"])
 @pytest.mark.parametrize("step", ["1", HUGE, "-5", "1000000000000", DEEP])
 @pytest.mark.parametrize("value", ["1", HUGE, "1.7e308", "-1.7e308", ENDLESS, "1e999", "NaN"])
-def test_numbers_that_no_page_can_draw_are_left_out(tmp_path: Path, kind: str, step: str, value: str) -> None:
+def test_numbers_that_cannot_be_drawn_are_left_out(tmp_path: Path, kind: str, step: str, value: str) -> None:
     lines = [line(kind, step, value), line(kind, 1, "1.7e308"), line(kind, 2, "-1.7e308"), line(kind, 3, 0.5)]
     (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
     assert b"</svg>" in write_report(tmp_path).read_bytes() or kind == "evaluations"
@@ -217,7 +215,7 @@ TREES = {
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_no_tree_of_a_trace_breaks_the_page(tmp_path: Path, name: str) -> None:
+def test_no_trace_breaks_the_report(tmp_path: Path, name: str) -> None:
     TraceWriter(tmp_path / "traces").write(1, TREES[name])
     page = write_report(tmp_path).read_text()
     assert "left out" in page or name not in ("comb", "leaf on leaf", "cycle")
@@ -263,7 +261,7 @@ TAMPERED = st.sampled_from([2**42, -1, 0, 2**63 - 1, "many", b"\xff", 1.5, "", N
     TAMPERED,
     st.sampled_from(["num_steps", "num_trajectories", "revision", "dim", "generation", "oldest_revision"]),
 )  # fmt: skip
-def test_a_tampered_buffer_is_an_error_and_no_allocation(where: str, value: object, entry: str) -> None:
+def test_a_tampered_buffer_is_an_error(where: str, value: object, entry: str) -> None:
     table, column = where.split(".")
     with TemporaryDirectory() as folder:
         path = buffer_file(Path(folder))
@@ -283,7 +281,7 @@ def test_a_tampered_buffer_is_an_error_and_no_allocation(where: str, value: obje
             assert "\n" not in str(error)
 
 
-def test_a_count_that_is_a_lie_is_found_before_it_is_allocated(tmp_path: Path) -> None:
+def test_a_wrong_count_is_found_before_allocation(tmp_path: Path) -> None:
     path = buffer_file(tmp_path)
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = ? WHERE key = 'num_steps'", (2**42,))
@@ -339,7 +337,7 @@ WHOLE = {**{key: pa.array([value]) for key, value in GOOD.items()}, "answer": pa
 
 
 @pytest.mark.parametrize("kind", EXOTIC)
-def test_a_column_that_nobody_reads_may_have_any_type(tmp_path: Path, kind: str) -> None:
+def test_an_unused_column_may_have_any_type(tmp_path: Path, kind: str) -> None:
     path = parquet(tmp_path / "a.parquet", extra=EXOTIC[kind], **WHOLE)
     assert len(import_trajectories(path).trajectories) == len(load_tasks(DatasetConfig(path=path))) == 1
 

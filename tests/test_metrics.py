@@ -49,20 +49,20 @@ def test_declared_names_are_unique_well_formed_and_explained() -> None:
         assert all((metric.unit, metric.meaning, metric.healthy, metric.look_at))
 
 
-def test_groups_stay_together_so_that_the_page_has_one_table_a_group() -> None:
+def test_metrics_of_a_group_are_declared_together() -> None:
     page = metrics_page()
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
     assert len(headings) == len(set(headings)) == len({metric.group for metric in DECLARED})
     assert page.count("\n| `") == len(DECLARED)
 
 
-def test_metrics_page_in_docs_is_the_generated_one() -> None:
+def test_the_metrics_page_is_generated() -> None:
     page = Path(__file__).parents[1] / "docs" / "metrics.md"
     assert page.read_text() == metrics_page(), "run: python -m outrider.metrics > docs/metrics.md"
 
 
 @pytest.mark.parametrize("family", RAPO_SECTION_12)
-def test_every_family_of_rapo_section_12_is_declared(family: str) -> None:
+def test_metrics_of_the_rapo_paper_are_declared(family: str) -> None:
     for name in RAPO_SECTION_12[family]:
         assert declared_metric(name).meaning
 
@@ -90,7 +90,7 @@ def test_an_undeclared_name_is_a_key_error_and_writes_nothing(tmp_path: Path, na
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_non_finite_values_become_null_and_are_counted_while_none_is_not(tmp_path: Path) -> None:
+def test_non_finite_values_become_null_and_are_counted(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
     writer.write(
         3,
@@ -126,7 +126,7 @@ def test_counts_stay_integers_and_other_types_are_refused(tmp_path: Path) -> Non
     writer.close()
 
 
-def test_a_step_that_does_not_rise_is_refused_also_after_reopening(tmp_path: Path) -> None:
+def test_a_step_that_does_not_increase_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     writer.write(1, "sft", {"sft/loss": 1.0})
@@ -141,7 +141,7 @@ def test_a_step_that_does_not_rise_is_refused_also_after_reopening(tmp_path: Pat
     writer.close()
 
 
-def test_torn_last_line_is_dropped_counted_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_last_line_is_dropped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(path)
     writer.write(1, "train", {"reward/mean": 1.0})
@@ -159,7 +159,7 @@ def test_torn_last_line_is_dropped_counted_and_said(tmp_path: Path, caplog: pyte
         assert bool(caplog.records) == (cut > second)
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "kind": "train"}\n{"step": 2, "ki\n{"step": 3, "kind": "train"}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl line 2"):
@@ -211,7 +211,7 @@ def write(path: Path, events: list[Event]) -> None:
 
 
 @given(data=st.data(), num_sft=st.integers(0, 4), num_train=st.integers(0, 6), every=st.integers(1, 3))
-def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
+def test_a_resumed_file_equals_that_of_an_uninterrupted_run(
     data: st.DataObject, num_sft: int, num_train: int, every: int
 ) -> None:
     events = schedule(num_sft, num_train, every)
@@ -238,7 +238,7 @@ def test_kill_anywhere_and_resume_gives_the_file_of_an_unbroken_run(
         assert not list(Path(folder).glob("*.tmp"))
 
 
-def test_cut_keeps_a_number_of_lines_and_refuses_a_file_that_is_too_short(tmp_path: Path) -> None:
+def test_cut_keeps_lines_and_refuses_a_short_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, [(1, "train"), (2, "train")])
     at_checkpoint = path.read_bytes()

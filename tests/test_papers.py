@@ -57,7 +57,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
+def test_every_command_is_valid(command: str, nothing_runs: None) -> None:
     program, *arguments = shlex.split(command)
     if program == "python":
         module, name = arguments[:2]
@@ -82,7 +82,7 @@ def test_every_command_would_begin(command: str, nothing_runs: None) -> None:
         ),
     ],
 )
-def test_a_wrong_command_would_be_seen(command: str, status: int, nothing_runs: None) -> None:
+def test_an_invalid_command_is_detected(command: str, status: int, nothing_runs: None) -> None:
     assert cli.main(shlex.split(command)) == status
 
 
@@ -98,13 +98,13 @@ def test_the_ablations_also_run_on_the_demo(nothing_runs: None) -> None:
             cli.main(shlex.split(command.replace("tool-reasoning", "demo"))[1:])
 
 
-def test_run_directories_are_not_used_twice() -> None:
+def test_run_directories_are_unique() -> None:
     named: Callable[[str], list[str]] = re.compile(r"--run (\S+)").findall
     runs = [run for command in COMMANDS for run in named(command)]
     assert len(set(runs)) == len(runs)
 
 
-def test_the_tasks_of_empo2_s_table_are_the_simulator_s() -> None:
+def test_the_tasks_of_the_empo2_table_are_those_of_the_simulator() -> None:
     named = re.search(r"the 18 tasks are ([^.]+)\.", TEXT)
     assert named is not None
     tasks = re.findall(r"`([^`]+)`", named[1])

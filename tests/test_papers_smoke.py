@@ -107,7 +107,7 @@ FIRST = {kind(command): command for command in reversed(COMMANDS) if "benchmarks
         for one in COMMANDS
     ],
 )
-def test_every_command_runs_in_smoke_size(command: str, page: Page) -> None:
+def test_every_command_runs_with_smoke(command: str, page: Page) -> None:
     if "scienceworld" in command and not (find_spec("scienceworld") and shutil.which("java")):
         pytest.skip("ScienceWorld needs its extra and Java")
     page.play(command)

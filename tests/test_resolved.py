@@ -1,4 +1,4 @@
-"""What ``--dry-run`` shows: what applies, who set it, and nothing that would be lost on reading it back."""
+"""The settings that ``--dry-run`` prints: their values, their sources, and that they can be read back."""
 
 import json
 import tomllib
@@ -22,26 +22,26 @@ def resolved(file: Path | None, *overrides: str) -> tuple[RunSettings, list[Leaf
     return settings, leaves(settings, sources=key_sources(file, overrides))
 
 
-def shown(found: list[Leaf]) -> dict[str, Leaf]:
-    return {leaf.key: leaf for leaf in found if leaf.source != "default"}
+def changed(printed: list[Leaf]) -> dict[str, Leaf]:
+    return {leaf.key: leaf for leaf in printed if leaf.source != "default"}
 
 
-PROGRAMS = {  # which keep the conversation, so no steps can be put into it
+PROGRAMS = {  # agents that manage the conversation
     "agent": ["environment.function=my_agent:run", "environment.is_repeatable=true"],
     "verifiers": ["environment.id=my_taskset", "environment.is_repeatable=true"],
 }
 
 
-def needs(environment: str, algorithm: str) -> list[str]:
-    """What the pair cannot do without."""
+def required_settings(environment: str, algorithm: str) -> list[str]:
+    """Required settings of the pair."""
     data = [f'environment.{split}={{path = "{split}.jsonl"}}' for split in ("train", "test")]
-    given = [*data, "environment.corpus=pages.jsonl"] if environment == "tools" else []
-    given += ["environment.server_url=http://127.0.0.1:8000"] if environment == "openenv" else []
-    given += PROGRAMS.get(environment, [])
-    # which come without experts
+    overrides = [*data, "environment.corpus=pages.jsonl"] if environment == "tools" else []
+    overrides += ["environment.server_url=http://127.0.0.1:8000"] if environment == "openenv" else []
+    overrides += PROGRAMS.get(environment, [])
+    # environments without experts
     if algorithm == "luffy" and environment in ("tools", "gym", "openenv", *PROGRAMS):
-        given.append("algorithm.demonstrations=shown.jsonl")
-    return given
+        overrides.append("algorithm.demonstrations=shown.jsonl")
+    return overrides
 
 
 def presets(algorithm: str) -> list[str | None]:
@@ -49,43 +49,41 @@ def presets(algorithm: str) -> list[str | None]:
     return [None] if field is None else list(get_args(field.annotation))
 
 
-PAIRS = [
-    (one, other)
-    for one in BUILT_IN["environments"]
-    for other in BUILT_IN["algorithms"]
-    if one not in PROGRAMS or other not in ("rapo", "combined")
-]
+# Every environment with one algorithm, and every algorithm with one environment.
+PAIRS = [(environment, "grpo") for environment in BUILT_IN["environments"]]
+PAIRS += [("webshop", algorithm) for algorithm in BUILT_IN["algorithms"] if algorithm != "grpo"]
+PAIRS += [("tools", "luffy"), ("agent", "arpo")]
 
 
 @pytest.mark.parametrize(("environment", "algorithm"), PAIRS)
-def test_the_settings_of_any_pair_read_back(environment: str, algorithm: str) -> None:
+def test_printed_settings_are_read_back(environment: str, algorithm: str) -> None:
     for preset in presets(algorithm):
         chosen = [f"environment.type={environment}", f"algorithm.type={algorithm}"]
         chosen += [f"algorithm.preset={preset}"] if preset else []
-        settings, found = resolved(None, *chosen, *needs(environment, algorithm))
-        assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
+        settings, printed = resolved(None, *chosen, *required_settings(environment, algorithm))
+        assert RunSettings.model_validate(tomllib.loads(format_toml(printed))) == settings
 
 
-@pytest.mark.parametrize("environment", [one for one in BUILT_IN["environments"] if one not in PROGRAMS])
-def test_also_with_three_methods_in_one_run(environment: str) -> None:
+@pytest.mark.parametrize("environment", ["factbook", "webshop"])
+def test_printed_settings_of_a_combination_are_read_back(environment: str) -> None:
     sections = ("retrieval.num_hybrid=4", "branch.first_wave=4", "tips.memory_probability=0.5")
     chosen = [f"environment.type={environment}", "algorithm.type=combined"]
     chosen += [f"algorithm.{one}" for one in sections]
-    settings, found = resolved(None, *chosen, *needs(environment, "combined"))
-    assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
+    settings, printed = resolved(None, *chosen, *required_settings(environment, "combined"))
+    assert RunSettings.model_validate(tomllib.loads(format_toml(printed))) == settings
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_what_a_recipe_sets_is_shown_as_its_own_and_the_rest_reads_back(recipe: Path) -> None:
-    settings, found = resolved(recipe, "seed=7")
-    assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
-    assert shown(found)["seed"].source == "command"
-    given = {key for key, by in key_sources(recipe, []).items() if by == "recipe"} - {"seed"}
-    assert {key for key, leaf in shown(found).items() if leaf.source == "recipe"} == given
+def test_sources_of_the_settings_of_recipes(recipe: Path) -> None:
+    settings, printed = resolved(recipe, "seed=7")
+    assert RunSettings.model_validate(tomllib.loads(format_toml(printed))) == settings
+    assert changed(printed)["seed"].source == "command"
+    expected = {key for key, source in key_sources(recipe, []).items() if source == "recipe"} - {"seed"}
+    assert {key for key, leaf in changed(printed).items() if leaf.source == "recipe"} == expected
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "by"),
+    ("override", "key", "source"),
     [
         ("algorithm.preset=dapo-official", "algorithm.loss.clip_high", "preset dapo-official"),
         ("algorithm.preset=dapo-official", "algorithm.sampler_correction", "preset dapo-official"),
@@ -98,29 +96,29 @@ def test_what_a_recipe_sets_is_shown_as_its_own_and_the_rest_reads_back(recipe: 
         ("model.lora.rank=4", "model.lora.alpha", "default"),
     ],
 )
-def test_who_set_it(override: str, key: str, by: str) -> None:
-    _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", override)
-    assert {leaf.key: leaf.source for leaf in found}[key] == by
+def test_the_source_of_a_setting(override: str, key: str, source: str) -> None:
+    _, printed = resolved(None, "environment.type=factbook", "algorithm.type=grpo", override)
+    assert {leaf.key: leaf.source for leaf in printed}[key] == source
 
 
 def test_defaults_are_comments_by_section() -> None:
-    _, found = resolved(None, "environment.type=factbook", "algorithm.type=grpo", "optimizer.beta1=0.8")
-    text = format_toml(found)
+    _, printed = resolved(None, "environment.type=factbook", "algorithm.type=grpo", "optimizer.beta1=0.8")
+    text = format_toml(printed)
     set_lines, _, defaults = text.partition("# at the default:")
     assert "beta1 = 0.8  # command" in set_lines and "beta1" not in defaults
     assert "# optimizer: " in defaults and "beta2 = " in defaults and "beta2" not in set_lines
 
 
-def test_every_setting_is_shown_or_named(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["train", str(RECIPES[0].with_name("demo.toml")), "--dry-run"]
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    settings, found = resolved(RECIPES[0].with_name("demo.toml"))
-    assert printed.startswith(format_toml(found) + "\n")
+def test_a_dry_run_prints_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = RECIPES[0].with_name("house-empo2.toml")
+    assert main(["train", str(recipe), "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    settings, printed = resolved(recipe)
+    assert output.startswith(format_toml(printed) + "\n")
     every: dict[str, Any] = settings.model_dump(mode="json")
-    assert len(found) == sum(1 for _ in flat(every))
-    for leaf in found:
-        assert f"{leaf.key.rpartition('.')[2]} = " in printed
+    assert len(printed) == sum(1 for _ in flat(every))
+    for leaf in printed:
+        assert f"{leaf.key.rpartition('.')[2]} = " in output
 
 
 def flat(tree: dict[str, Any]) -> Any:
@@ -131,22 +129,22 @@ def flat(tree: dict[str, Any]) -> Any:
             yield value
 
 
-def test_a_text_with_any_line_break_and_a_key_with_a_dot_read_back() -> None:
+def test_texts_with_line_breaks_are_read_back() -> None:
     awkward = "a\u2028b\x0bc\x85d # e"
-    settings, found = resolved(
+    settings, printed = resolved(
         None,
         "environment.type=factbook",
         "algorithm.type=grpo",
         f"environment.system_prompt={json.dumps(awkward)}",
     )
-    assert RunSettings.model_validate(tomllib.loads(format_toml(found))) == settings
+    assert RunSettings.model_validate(tomllib.loads(format_toml(printed))) == settings
 
 
 class Rates(Settings):
     rates: dict[str, float] = Field(default_factory=dict)
 
 
-def test_a_table_of_any_keys_is_one_value() -> None:
+def test_a_table_with_any_keys_is_one_value() -> None:
     settings = Rates(rates={"learning": 2.0, "learning.rate": 1.0})
     text = format_toml(leaves(settings, sources={"rates": "recipe"}))
     assert Rates.model_validate(tomllib.loads(text)) == settings

@@ -32,7 +32,7 @@ def test_values_are_fixed_across_versions_and_machines() -> None:
 
 
 @given(seed=st.integers(0, 2**40), one=KEYS, other=KEYS)
-def test_equal_keys_give_equal_seeds_and_no_others_do(
+def test_seeds_are_equal_for_equal_keys_only(
     seed: int, one: tuple[str | int, ...], other: tuple[str | int, ...]
 ) -> None:
     assert (stream_seed(seed, *one) == stream_seed(seed, *other)) == (one == other)
@@ -40,7 +40,7 @@ def test_equal_keys_give_equal_seeds_and_no_others_do(
     assert 0 <= stream_seed(seed, *one) < 2**63
 
 
-def test_boundaries_types_and_the_run_seed_count() -> None:
+def test_seeds_depend_on_boundaries_types_and_the_run_seed() -> None:
     seeds = [
         stream_seed(0, "ab", "c"), stream_seed(0, "a", "bc"), stream_seed(0, "abc"), stream_seed(0, "1"),
         stream_seed(0, 1), stream_seed(1), stream_seed(0), stream_seed(0, ""), stream_seed(0, "int:1"),
@@ -48,7 +48,7 @@ def test_boundaries_types_and_the_run_seed_count() -> None:
     assert len(set(seeds)) == len(seeds)
 
 
-def test_streams_of_neighbouring_keys_are_unrelated_and_none_touches_another() -> None:
+def test_streams_are_independent() -> None:
     draws = [stream(0, "sample", rollout).random(2000) for rollout in range(3)]
     for i in range(3):
         for j in range(i):

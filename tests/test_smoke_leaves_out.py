@@ -20,7 +20,7 @@ algorithm = { type = "grpo" }
         ("", None),
     ],
 )
-def test_what_smoke_leaves_out_is_one_line(
+def test_smoke_reports_its_omissions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, expected: str | None
 ) -> None:
     recipe = tmp_path / "recipe.toml"

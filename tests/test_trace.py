@@ -34,7 +34,7 @@ def leaf(
 @given(
     st.lists(st.tuples(st.integers(0, 100), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=30)
 )
-def test_token_ids_of_a_node_are_its_ancestors_then_its_own(pieces: list[tuple[int, list[int]]]) -> None:
+def test_token_ids_of_a_path(pieces: list[tuple[int, list[int]]]) -> None:
     tree = trace()
     whole: list[tuple[int, ...]] = []
     for choice, ids in pieces:
@@ -47,7 +47,7 @@ def test_token_ids_of_a_node_are_its_ancestors_then_its_own(pieces: list[tuple[i
 
 
 @pytest.mark.parametrize("origin", list(Origin))
-def test_values_pair_with_the_tokens_of_the_policy_and_with_no_others(origin: Origin) -> None:
+def test_policy_nodes_have_one_value_per_token(origin: Origin) -> None:
     right = (-0.1, -0.2) if origin is Origin.POLICY else ()
     node = trace().append(
         parent=None, origin=origin, token_ids=(1, 2), message=TEXT, logprobs=right, entropies=right
@@ -66,7 +66,7 @@ def test_values_pair_with_the_tokens_of_the_policy_and_with_no_others(origin: Or
 
 
 @pytest.mark.parametrize("parent", [-1, 0, 7])
-def test_a_parent_must_be_there_and_a_refused_node_leaves_nothing(parent: int) -> None:
+def test_an_unknown_parent_is_refused(parent: int) -> None:
     tree = trace()
     with pytest.raises(ValueError, match="not in the trace"):
         add(tree, parent, (1,))
@@ -74,7 +74,7 @@ def test_a_parent_must_be_there_and_a_refused_node_leaves_nothing(parent: int) -
 
 
 @pytest.mark.parametrize("outcome", list(Outcome))
-def test_a_fault_has_no_return_and_everything_else_has_one(outcome: Outcome) -> None:
+def test_only_faults_have_no_return(outcome: Outcome) -> None:
     wrong, right = (1.0, None) if outcome.is_fault else (None, 1.0)
     tree = trace()
     with pytest.raises(ValueError, match="a fault has none"):
@@ -86,12 +86,12 @@ def test_a_fault_has_no_return_and_everything_else_has_one(outcome: Outcome) -> 
     assert len(tree.leaves) == 1
 
 
-def test_which_outcomes_are_faults() -> None:
+def test_outcomes_that_are_faults() -> None:
     faults = {"tool_fault", "environment_fault", "engine_fault", "cancelled"}
     assert {outcome.value for outcome in Outcome if outcome.is_fault} == faults
 
 
-def test_rollouts_come_by_number_and_a_fault_has_no_path() -> None:
+def test_rollouts_are_ordered_and_faults_have_no_path() -> None:
     tree = trace()
     root = add(tree, None, (1,), Origin.PROMPT)
     late, early = add(tree, root.node_id, (2,)), add(tree, root.node_id, (3,))
@@ -102,13 +102,13 @@ def test_rollouts_come_by_number_and_a_fault_has_no_path() -> None:
     assert found == [(0, [(1,), (3,)]), (1, []), (2, [(1,), (2,)])]
 
 
-def test_mean_entropy_is_over_the_generated_tokens() -> None:
+def test_mean_entropy() -> None:
     node = add(trace(), None, (1, 2, 3), Origin.POLICY, entropies=(1.0, 2.0, 6.0))
     assert node.mean_entropy == 3.0
 
 
 @given(order=st.permutations([0, 0, 0, 1, 1, 1, 2, 2, 2]))
-def test_numbering_does_not_depend_on_arrival(order: list[int]) -> None:
+def test_node_numbers_do_not_depend_on_arrival(order: list[int]) -> None:
     """Three rollouts of three nodes arrive interleaved; the middle one is lost to a fault."""
     tree = trace()
     root = add(tree, None, (9,), Origin.PROMPT)

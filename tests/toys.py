@@ -337,7 +337,7 @@ class ToyRun:
                     rewards[any(node.origin == "buffer" for node in path)] += leaf.success
             update(
                 self.policy, traces, objective=self.algorithm.objective,
-                settings=UpdateSettings(max_tokens=100_000), reference=None, first=num_steps == 0,
+                settings=UpdateSettings(max_tokens=100_000), reference=None,
             )  # fmt: skip
             self.engine.load(self.engine.weight_version + 1)
             num_steps += 1

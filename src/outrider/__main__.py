@@ -9,7 +9,7 @@ def program() -> NoReturn:
     traceback.
     """
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # else the shell wants it ignored
+    if handler is signal.default_int_handler:  # otherwise the shell ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from outrider.cli import main
 

@@ -19,7 +19,6 @@ from outrider.config import Settings, load_settings, require_paths
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
-from outrider.plugins.listing import require_kinds
 from outrider.plugins.registry import Kind, substitute
 from outrider.runs import Run
 from outrider.signals import stop_on_interrupt
@@ -76,11 +75,11 @@ def train(
     progress = progress or _default_progress()
     with _plugin_sections(plugins) as sections:
         if (recipe is None) == (resume is None):
-            raise ConfigError("give a recipe for a new run, or --resume RUN to continue one")
+            raise ConfigError("pass a recipe for a new run, or --resume RUN to continue a run")
         if resume is not None:
             for name, value in plugins.items():
                 if isinstance(value, str | Mapping):
-                    raise ConfigError(f"a resumed run keeps its {name}: only an object may be given again")
+                    raise ConfigError(f"a resumed run keeps its {name}: only an object may be passed again")
             if run is not None:
                 raise ConfigError("a resumed run keeps its model and its directory")
             opened = _open_run(Path(resume), overrides, changed_plugins, sections)
@@ -133,10 +132,7 @@ def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
 
 
 def _open_run(
-    folder: Path,
-    overrides: Sequence[str],
-    changed_plugins: bool,
-    sections: Mapping[str, Mapping[str, Any]],
+    folder: Path, overrides: Sequence[str], changed_plugins: bool, sections: Mapping[str, Mapping[str, Any]]
 ) -> "tuple[RunDirectory, RunSettings]":
     """The run to resume and its settings; ``sections`` are those of objects that were passed again."""
     from outrider.training.run_dir import RunDirectory
@@ -147,7 +143,9 @@ def _open_run(
             original = getattr(settings, name).model_dump()
             for key, value in section.items():
                 if not _is_same(original.get(key), value):
-                    raise ConfigError(f"{name}.{key} is {value!r}, the run began with {original.get(key)!r}")
+                    raise ConfigError(
+                        f"{name}.{key} is {value!r}, but the run started with {original.get(key)!r}"
+                    )
         # demonstrations and initial weights have been read, a buffer has been copied
         for name in ("environment", "engine"):
             require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
@@ -249,10 +247,7 @@ def compare(runs: Sequence[Run | str | Path], *, seed: int = 0) -> "Comparison":
 
 
 def run_settings(
-    recipe: Recipe,
-    *,
-    overrides: Sequence[str] = (),
-    sections: Mapping[str, Any] | None = None,
+    recipe: Recipe, *, overrides: Sequence[str] = (), sections: Mapping[str, Any] | None = None
 ) -> "RunSettings":
     """The checked settings of a recipe. Raises ConfigError."""
     from outrider.algorithms.loss_settings import migrate_keys
@@ -288,7 +283,7 @@ def evaluation_settings(
     for override in overrides:
         key, _, value = override.partition("=")
         if value.strip() != own.get(key.strip(), value.strip()):
-            raise ConfigError(f"an evaluation has {key}={own[key.strip()]}: leave {override!r} out")
+            raise ConfigError(f"an evaluation requires {key}={own[key.strip()]}: remove {override!r}")
     all_overrides = [*_EVALUATION, *overrides]
     if checkpoint is not None:
         all_overrides.append(f"model.initial_checkpoint={checkpoint}")
@@ -301,7 +296,7 @@ def evaluation_settings(
 def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The sections of a recipe that objects, names and tables stand for."""
     if unknown := [name for name in plugins if name not in _KINDS]:
-        raise ConfigError(f"there is no section {unknown[0]!r} for a plug-in: {', '.join(_KINDS)}")
+        raise ConfigError(f"unknown plug-in section {unknown[0]!r}; choose from {', '.join(_KINDS)}")
     chosen = {name: value for name, value in plugins.items() if value is not None}
     objects = {
         _KINDS[name]: _task_set(value)
@@ -332,7 +327,6 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
 
     folder = _new_folder(run)
     require_free(folder)
-    require_kinds(settings)
     require_experts(settings)
     require_paths(settings, search_folders())
     require_known_model(settings.model.name)

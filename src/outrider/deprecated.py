@@ -42,6 +42,7 @@ NAMES: Final[Mapping[str, str]] = {
     "Environment": "Env",
     "TaskFamily": "TaskSet",
     "FoundCalls": "ParsedCalls",
+    "LimitedForm": "CallFormat",
     "fault_of": "find_call_error",
     "flaw_of": "find_schema_flaw",
     "form_named": "get_call_format",

@@ -196,10 +196,7 @@ def report(checks: Sequence[Check], *, title: str) -> int:
     """Run checks and print the report; returns 1 if a required one failed, else 0."""
     findings = [find(check) for check in checks]
     table = Table(
-        "part",
-        "state",
-        *(Column(name, overflow="fold") for name in ("found", "what to do")),
-        title=title,
+        "part", "state", *(Column(name, overflow="fold") for name in ("found", "what to do")), title=title
     )
     for finding in findings:
         missing = Text("MISSING", style="bold red") if finding.required else Text("missing", style="yellow")

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run:
-    """A run directory. Every call reads the files anew, so you can inspect a run while it is training. Raises
-    DataError for damaged files."""
+    """A run directory. Every call reads the files again, so you can inspect a run while it is training.
+    Raises DataError for damaged files.
+    """
 
     path: Path
 

@@ -1,9 +1,8 @@
-"""SIGINT (Ctrl-C) and SIGTERM: the first asks for a stop, a second one of either kind ends the process at
-once.
+"""SIGINT (Ctrl-C) and SIGTERM: the first requests a stop, a second one of either kind ends the process.
 
-The second one is a thread's work, which hears of a signal where the interpreter's own C handler tells it
-(:func:`signal.set_wakeup_fd`): the main thread may be inside a long operation of torch, in a clean-up that
-waits, or in code that swallows KeyboardInterrupt, and would never come to run a handler.
+A thread handles the second one. The interpreter's C handler writes to its pipe
+(:func:`signal.set_wakeup_fd`), because the main thread may never run a Python handler: it may be inside a
+long operation of torch, in a clean-up that waits, or in code that swallows KeyboardInterrupt.
 """
 
 import _thread
@@ -20,9 +19,10 @@ from typing import Final
 from pydantic_core import SchemaError
 
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
-_REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request, which comes twice
-_BEHIND_S: Final = 0.001  # what Python calls back ends within it, mostly; else once more
-_MESSAGE_TIMEOUT_S: Final = 0.5  # a pipe that nobody reads must not hold up the end
+_REPEAT_S: Final = 0.1  # `timeout` signals its child and the child's group: one request that arrives twice
+_BEHIND_S: Final = 0.001  # a callback of the interpreter usually ends within it; else wait once more
+_REPEAT_LOST_S: Final = 0.05
+_MESSAGE_TIMEOUT_S: Final = 0.5  # a full pipe without a reader must not delay the exit
 _SHOW_CURSOR: Final = b"\x1b[?25h"  # the live display has hidden it
 STOPPING: Final = "stopping (an update in flight ends first); Ctrl-C again ends at once"  # within 80 columns
 _STOP_MESSAGE: Final = (
@@ -34,22 +34,21 @@ _INTERRUPT_MESSAGE: Final = (
     b"A second interruption ends the run at once.\n"
 )
 _live: set[Callable[[], None]] = set()
-_own: list[None] = []  # an element for every signal of ours on its way, which is no second one
+_own: list[None] = []  # one element per pending signal that this module sent, which is no second request
 
 
 @contextmanager
 def exit_on_second_signal(resume_hint: str) -> Iterator[None]:
-    """Within the block a second SIGINT or SIGTERM, whichever came first, ends the process with status 128 +
-    its number.
+    """Within the block a second SIGINT or SIGTERM ends the process with status 128 + its number.
 
-    Nothing is cleaned up: what is on disk is what a kill leaves, and checkpoints are whole because they come
-    by a rename. ``resume_hint`` is told in the one line that is written. In another thread than the main
-    one, which alone may listen to signals, this does nothing.
+    Nothing is cleaned up, as after a kill; checkpoints are complete because they are written by a rename.
+    One line with ``resume_hint`` is printed. Outside of the main thread, which alone can handle signals, this
+    does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _own.clear()  # of a time when nobody listened
+    _own.clear()  # left from before this block
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     before = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
@@ -63,10 +62,10 @@ def exit_on_second_signal(resume_hint: str) -> Iterator[None]:
 
 @contextmanager
 def reraise_lost_interrupts() -> Iterator[None]:
-    """Within the block a KeyboardInterrupt that Python would print and forget is raised again a moment later.
+    """Within the block a KeyboardInterrupt that Python would print and ignore is raised again a moment later.
 
-    It cannot raise one out of what it calls back itself: a finaliser, or the end of an import's lock, which
-    every import has. In another thread than the main one this does nothing.
+    Python cannot raise an exception from code that it calls back itself, such as a finaliser or the end of
+    the lock that every import has. Outside of the main thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -77,8 +76,16 @@ def reraise_lost_interrupts() -> Iterator[None]:
         if lost.exc_type is not KeyboardInterrupt:
             before(lost)
             return
-        # No Thread object: whoever was called back may hold the locks that one takes.
-        _thread.start_new_thread(_interrupt_again, (hook.__code__,))
+        handler = signal.getsignal(signal.SIGINT)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            signal.signal(signal.SIGINT, handler)
+            if callable(handler):
+                handler(number, frame)
+
+        signal.signal(signal.SIGINT, handle)
+        # No Thread object: the code that was called back may hold the locks that one takes.
+        _thread.start_new_thread(_interrupt_again, (hook.__code__, handle))
 
     sys.unraisablehook = hook
     try:
@@ -87,15 +94,20 @@ def reraise_lost_interrupts() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_again(code: CodeType) -> None:
-    """Once the main thread has left the hook, which would lose it too: on a busy machine it takes a while."""
+def _interrupt_again(hook: CodeType, handle: object) -> None:
+    """Send SIGINT until ``handle`` has run, but not before the main thread has left the hook, which would
+    lose it too.
+    """
     time.sleep(_BEHIND_S)
-    while _is_running(code):
+    while _is_running(hook):
         time.sleep(_BEHIND_S)
-    _own.append(None)
-    # A signal: interrupt_main() would not wake a main thread that waits for a lock or a socket. One of the
-    # process and not of that thread, which may have it blocked.
-    os.kill(os.getpid(), signal.SIGINT)
+    # Repeatedly: a signal that arrives just before the main thread waits for a lock does not wake it.
+    while signal.getsignal(signal.SIGINT) is handle:
+        _own.append(None)
+        # interrupt_main() would not wake a main thread that waits for a lock or a socket. The signal goes to
+        # the process, because that thread may block it.
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(_REPEAT_LOST_S)
 
 
 def _is_running(code: CodeType) -> bool:
@@ -107,8 +119,8 @@ def _is_running(code: CodeType) -> bool:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether an error is a KeyboardInterrupt, also in other words: one that meets pydantic while it builds a
-    schema becomes the text of its error, which an import then fails with.
+    """Whether an error was caused by a KeyboardInterrupt. If one is raised while pydantic builds a schema,
+    only the text of pydantic's error mentions it, and an import fails with that error.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -121,10 +133,10 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def clear_before_exit(clear: Callable[[], None]) -> Callable[[], None]:
-    """Have a live display cleared before the line that a second signal writes, which it would draw over. What
-    is returned takes that back.
+    """Register a function that clears a live display before a second signal prints its line, which the
+    display would overwrite. Returns a function that unregisters it.
 
-    ``clear`` is called in a thread of its own, and not waited for longer than half a second.
+    ``clear`` runs in its own thread for at most half a second.
     """
     _live.add(clear)
     return lambda: _live.discard(clear)
@@ -132,11 +144,10 @@ def clear_before_exit(clear: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def stop_on_first_signal(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
-    """Within the block the first SIGINT or SIGTERM calls ``request_stop``. The event tells of an interruption
-    by SIGINT.
+    """Within the block the first SIGINT or SIGTERM calls ``request_stop``. The event is set by SIGINT.
 
-    The request runs in the signal handler: it must take no lock. Unless it returns True, for a display that
-    says so itself, one line on stderr says what happens now.
+    The function runs in the signal handler, so it must not take a lock. Unless it returns True, because a
+    display reports the stop, one line on stderr does.
     """
     interrupted, stop_requested = threading.Event(), threading.Event()
 
@@ -159,9 +170,9 @@ def stop_on_first_signal(request_stop: Callable[[], object]) -> Iterator[threadi
 
 @contextmanager
 def stop_on_interrupt(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
-    """Within the block the first SIGINT calls ``request_stop``, and a second one raises KeyboardInterrupt, as
-    it does without this: for a program or a notebook that goes on afterwards. The event tells of the first.
-    In another thread than the main one, or where somebody else handles SIGINT, this does nothing.
+    """Within the block the first SIGINT calls ``request_stop`` and sets the event; a second one raises
+    KeyboardInterrupt as usual, for a program or notebook that continues afterwards. Outside of the main
+    thread, or if the program has its own SIGINT handler, this does nothing.
     """
     stop_requested = threading.Event()
     before = signal.getsignal(signal.SIGINT)
@@ -200,7 +211,7 @@ def _listen(read_fd: int, resume_hint: str) -> None:
 
 
 def _end(number: int, resume_hint: str) -> None:
-    # a lock of the display that is never freed costs its line only
+    # If the display never releases its lock, only its own line is missing.
     for work in (_clear, lambda: _print_exit(resume_hint)):
         worker = threading.Thread(target=work, daemon=True)
         worker.start()

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -35,9 +34,10 @@ from outrider.environments.base import (
     TaskSet,
     make_task_set,
     open_episode,
+    split_tasks,
 )
 from outrider.environments.environment import Environment
-from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult
+from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings
 from outrider.rollout.hooks import Hook, as_hooks
@@ -65,7 +65,7 @@ def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subjec
     """Check that every value is a finite number."""
     for name, value in dict(values).items():
         is_number = isinstance(value, int | float) and math.isfinite(value)
-        require(is_number, f"{subject}: {name} is {value!r}, which is no finite number")
+        require(is_number, f"{subject}: {name} is {value!r}, not a finite number")
 
 
 def require_picklable(label: str, value: Any) -> None:
@@ -73,8 +73,8 @@ def require_picklable(label: str, value: Any) -> None:
     try:
         same = pickle.loads(pickle.dumps(value))
     except Exception as error:
-        raise AssertionError(f"{label} cannot go to another process: {error}") from error
-    require(same == value, f"{label} is another one after pickle")
+        raise AssertionError(f"{label} cannot be pickled for another process: {error}") from error
+    require(same == value, f"{label} differs after pickling")
 
 
 def find_settings(plugin: Any) -> Settings | None:
@@ -113,16 +113,13 @@ def check_environment(
     Raises:
         AssertionError: with the problem that a run would encounter.
     """
-    if isinstance(environment, Environment):
-        task_set = environment.build(environment.settings)
-    elif isinstance(environment, type):
-        task_set = environment.build(environment.Settings())
+    if isinstance(environment, Environment | type):
+        task_set = environment.build(_settings(environment))
     elif isinstance(environment, Mapping):
         task_set = make_task_set(cast(EnvironmentSettings, read_settings("environments", environment)))
     else:
         task_set = environment
-    _check_task_set(task_set, split)
-    tasks = list(islice(task_set.tasks(split), num_tasks))
+    tasks = _check_task_set(task_set, split)[:num_tasks]
     factory = task_set.make()
     try:
         for task in tasks:
@@ -132,7 +129,7 @@ def check_environment(
                 expert = task_set.expert(task, 0)
             except Exception as error:
                 raise AssertionError(f"{task.key}: the expert: {type(error).__name__}: {error}") from error
-            require(expert or not expert_solves, f"{task.key}: there is no expert")
+            require(expert or not expert_solves, f"{task.key}: the environment has no expert")
             if expert:
                 record = _check_episode(factory, task, [step.text for step in expert][:max_turns])
                 require(
@@ -145,30 +142,73 @@ def check_environment(
         task_set.close()
 
 
-def _check_task_set(task_set: TaskSet, split: str) -> None:
-    require(isinstance(task_set.name, str) and task_set.name, "name is no text")
+def _settings(environment: Environment | type[Environment]) -> EnvironmentSettings:
+    """Return the settings of an instance, or the default settings of a class."""
+    cls = environment if isinstance(environment, type) else type(environment)
+    name = cls.__qualname__
+    require(
+        issubclass(cls, Environment), f"{name} is no environment: write class {name}(outrider.Environment)"
+    )
+    require(
+        isinstance(cls.Settings, type) and issubclass(cls.Settings, EnvironmentSettings),
+        f"{name}.Settings is no subclass of outrider.EnvironmentSettings: "
+        "write class Settings(outrider.EnvironmentSettings)",
+    )
+    if isinstance(environment, Environment):
+        require(
+            isinstance(environment.settings, EnvironmentSettings),
+            f"the settings of the instance are {environment.settings!r}, no {name}.Settings",
+        )
+        return cast(EnvironmentSettings, environment.settings)
+    try:
+        return cls.Settings()
+    except ValueError as error:
+        raise AssertionError(
+            f"{name}.Settings() has no valid defaults; check an instance, {name}({name}.Settings(...)): "
+            f"{' '.join(str(error).split())}"
+        ) from error
+
+
+def _read_tasks(task_set: TaskSet, split: str) -> list[Task]:
+    try:
+        return split_tasks(task_set, split)
+    except OutriderError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"tasks raises for the split {split!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_task_set(task_set: TaskSet, split: str) -> list[Task]:
+    """Check the attributes of the task set and its tasks. Returns the tasks of the split."""
+    require(isinstance(task_set.name, str) and task_set.name, "name is not a non-empty string")
     require(
         all(isinstance(stop, str) and stop for stop in task_set.stop),
-        f"stop holds what is no text: {task_set.stop!r}",
+        f"stop must contain non-empty strings: {task_set.stop!r}",
+    )
+    require(
+        isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, but must be True or False"
     )
     require(isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, not True or False")
-    tasks = task_set.tasks(split)
+    try:
+        tasks = _read_tasks(task_set, split)
+    except DataError as error:
+        raise AssertionError(str(error)) from error
     require(len(tasks) > 0, f"the split {split!r} has no task")
     require(
-        list(tasks) == list(task_set.tasks(split)),
-        f"the split {split!r} is another list when it is asked for again",
+        tasks == _read_tasks(task_set, split),
+        f"the split {split!r} differs when its tasks are read again",
     )
-    keys = [task.key for task in tasks]
-    require(len(set(keys)) == len(keys), "a task's key occurs twice")
-    others = {"train", "test"} - {split}
-    for other in others:
+    for other in {"train", "test"} - {split}:
         with suppress(DataError):  # not every environment has both splits
-            shared = set(keys) & {task.key for task in task_set.tasks(other)}
+            shared = {task.key for task in tasks} & {task.key for task in _read_tasks(task_set, other)}
             require(not shared, f"the task {min(shared, default='')!r} is in {split!r} and in {other!r}")
     for task in tasks[:2]:
         require_picklable(f"the task {task.key!r}", task)
     if (settings := find_settings(task_set)) is not None:
         require_picklable("the settings", settings)
+    return tasks
 
 
 def _scripts(task_set: TaskSet, texts: Sequence[str]) -> list[list[str]]:
@@ -192,20 +232,22 @@ def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[
     try:
         environment = factory(task)
     except Exception as error:
-        raise AssertionError(f"{task.key}: no episode: {type(error).__name__}: {error}") from error
+        raise AssertionError(
+            f"{task.key}: creating an episode raises {type(error).__name__}: {error}"
+        ) from error
     first = _play(environment, script, seed=3)
     again = _play(factory(task), script, seed=3)
-    require(first.prompt == again.prompt, f"{task.key}: another prompt with the same seed")
+    require(first.prompt == again.prompt, f"{task.key}: the prompt differs for the same seed")
     for i, (result, other) in enumerate(zip(first.results, again.results, strict=False)):
         require(
             result == other,
-            f"{task.key}: step {i} ({script[i][:40]!r}) gives {result!r}, and {other!r} with the same seed",
+            f"{task.key}: step {i} ({script[i][:40]!r}) returns {result!r}, then {other!r} for the same seed",
         )
     require(
         len(first.results) == len(again.results),
-        f"{task.key}: an episode of another length with the same seed",
+        f"{task.key}: the length of the episode differs for the same seed",
     )
-    require(first.record == again.record, f"{task.key}: another record with the same seed")
+    require(first.record == again.record, f"{task.key}: the result differs for the same seed")
     _check_copy(factory(task), task, script, first)
     return first.record
 
@@ -238,9 +280,9 @@ def _step(episode: Episode, text: str) -> StepResult:
         raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
     require(
         result.observations or result.done,
-        f"no message after {text[:40]!r}, and the episode goes on",
+        f"step after {text[:40]!r} returns no message and does not end the episode",
     )
-    require(result.done or not result.truncated, "truncated without done")
+    require(result.done or not result.truncated, "step returns truncated=True without done=True")
     _require_record(episode, f"after {text[:40]!r}")
     return result
 
@@ -252,7 +294,7 @@ def _require_record(episode: Episode, when: str) -> None:
         raise AssertionError(f"result {when}: {error}") from error
     except Exception as error:
         raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
-    require(record == episode.result(), f"result {when} is another one when it is asked for again")
+    require(record == episode.result(), f"result {when} differs when it is called again")
 
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
@@ -274,20 +316,19 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
                 "define copy() or set can_copy = False"
             ) from error
         twin = open_episode(copied)
-        require(twin.result() == record, f"{task.key}: a copy has another record")
+        require(twin.result() == record, f"{task.key}: the result of a copy differs")
         _step(twin, "something else")
         require(
-            episode.result() == record,
-            f"{task.key}: what a copy does changes the record of the original",
+            episode.result() == record, f"{task.key}: a step of a copy changes the result of the original"
         )
         twin.environment.close()
         twin.environment.close()
         results = [_step(episode, text) for text in script[middle : len(whole.results)]]
         require(
             results == whole.results[middle:],
-            f"{task.key}: the original goes another way after it was copied",
+            f"{task.key}: the original returns other results after it was copied",
         )
-        require(episode.result() == whole.record, f"{task.key}: another record after a copy was made")
+        require(episode.result() == whole.record, f"{task.key}: the result differs after a copy was made")
     finally:
         environment.close()
 
@@ -325,9 +366,9 @@ def check_tool(
     is_tool = hasattr(function_or_tool, "run_text")
     tool = cast(Tool, function_or_tool) if is_tool else tool_class(cast(Any, function_or_tool))()
     is_tag = isinstance(tool.name, str) and re.fullmatch(r"[a-z][a-z0-9_]*", tool.name)
-    require(is_tag, f"the name {tool.name!r} is no tag: lower-case letters, digits and _")
+    require(is_tag, f"the name {tool.name!r} is not a tag: use lower-case letters, digits and _")
     usage = getattr(type(tool), "usage", "")
-    require(not usage or f"<{tool.name}>" in usage, f"usage does not show <{tool.name}>: {usage!r}")
+    require(not usage or f"<{tool.name}>" in usage, f"usage does not contain <{tool.name}>: {usage!r}")
     if (settings := find_settings(tool)) is not None:
         require_picklable("the settings", settings)
     # The empty text is excluded, because runs never pass an empty call to a tool.
@@ -336,13 +377,19 @@ def check_tool(
     try:
         alone = [_call_tool(tool, item) for item in inputs]
         succeeds = not isinstance(tool, SchemaTool) or not all(item.failed for item in alone)
-        require(succeeds, f"no call succeeds (texts= may bring one): {inputs[-1]!r} gives {alone[-1].text!r}")
+        require(
+            succeeds,
+            f"no call succeeds (pass a valid one as texts=): {inputs[-1]!r} returns {alone[-1].text!r}",
+        )
         if not is_deterministic:
             return
         with ThreadPoolExecutor(num_threads) as pool:
             together = list(pool.map(lambda item: _call_tool(tool, item), inputs))
         for call_input, item, other in zip(inputs, alone, together, strict=True):
-            require(item == other, f"{_shorten(call_input)} gives {item!r}, and {other!r} beside other calls")
+            require(
+                item == other,
+                f"{_shorten(call_input)} returns {item!r}, but {other!r} in parallel with other calls",
+            )
     finally:
         tool.close()
         tool.close()
@@ -361,7 +408,7 @@ def _call_tool(tool: Tool, call_input: _Input) -> ToolOutput:
             f"{method} raises for {_shorten(call_input)}: {type(error).__name__}: {error}"
         ) from error
     is_text = isinstance(output, ToolOutput) and isinstance(output.text, str)
-    require(is_text, f"{method} gives {output!r} for {_shorten(call_input)}, no ToolOutput with text")
+    require(is_text, f"{method} returns {output!r} for {_shorten(call_input)}, not a ToolOutput with text")
     return output
 
 
@@ -373,11 +420,7 @@ def _shorten(call_input: _Input) -> str:
 
 
 def check_engine(
-    engine: Engine,
-    *,
-    text: str = "Once upon a time",
-    max_tokens: int = 6,
-    is_deterministic: bool = True,
+    engine: Engine, *, text: str = "Once upon a time", max_tokens: int = 6, is_deterministic: bool = True
 ) -> None:
     """Check an engine: sample a few continuations of ``text``.
 
@@ -389,18 +432,14 @@ def check_engine(
     require(ids, f"the tokenizer has no token for {text!r}")
     requests = [
         Request(
-            request_id=f"check-{i}",
-            token_ids=ids,
-            max_tokens=max_tokens,
-            seed=i // 2,
-            cache_key=f"key-{i}",
+            request_id=f"check-{i}", token_ids=ids, max_tokens=max_tokens, seed=i // 2, cache_key=f"key-{i}"
         )
         for i in range(4)
     ]
     requests.append(Request(request_id="greedy", token_ids=ids, max_tokens=1, seed=9, temperature=0.0))
     first = _generate(engine, requests)
     engine.release([request.cache_key for request in requests if request.cache_key is not None])
-    engine.release(["nobody"])
+    engine.release(["unknown key"])
     engine.free_cache()
     engine.free_cache()
     again = _generate(engine, requests)
@@ -408,10 +447,10 @@ def check_engine(
         _require_same(first, again, "after the caches were dropped")
     version = engine.weight_version
     engine.load(engine.weight_version + 1)
-    require(engine.weight_version == version + 1, "load does not take the version that it is given")
+    require(engine.weight_version == version + 1, "load does not set the given weight version")
     later = _generate(engine, requests)
     if is_deterministic:
-        _require_same(first, later, "with weights that did not move")
+        _require_same(first, later, "after the same weights were loaded")
     _check_garbage(engine, requests[0])
 
 
@@ -426,11 +465,11 @@ def _generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
         num = len(item.token_ids)
         require(
             0 < num <= request.max_tokens,
-            f"{item.request_id}: {num} tokens, asked for 1 to {request.max_tokens}",
+            f"{item.request_id}: {num} tokens, but 1 to {request.max_tokens} were requested",
         )
         require(
             len(item.logprobs) == len(item.entropies) == num,
-            f"{item.request_id}: not one log-prob and entropy per token",
+            f"{item.request_id}: needs one log-prob and one entropy per token",
         )
         require_finite({f"log-prob {i}": value for i, value in enumerate(item.logprobs)}, item.request_id)
         require_finite({f"entropy {i}": value for i, value in enumerate(item.entropies)}, item.request_id)
@@ -442,23 +481,22 @@ def _generate(engine: Engine, requests: Sequence[Request]) -> list[Generation]:
         )
         require(
             item.weight_version == engine.weight_version,
-            f"{item.request_id}: another weight version than the engine's",
+            f"{item.request_id}: the weight version differs from that of the engine",
         )
-    require(engine.generate([]) == [], "no request, and yet a result")
+    require(engine.generate([]) == [], "a result without a request")
     return generations
 
 
 def _require_same(expected: Sequence[Generation], actual: Sequence[Generation], when: str) -> None:
     for first, second in zip(expected, actual, strict=True):
         same = first.token_ids == second.token_ids and first.logprobs == second.logprobs
-        require(same, f"{first.request_id}: other tokens or log-probs for the same seed {when}")
+        require(same, f"{first.request_id}: tokens or log-probs differ for the same seed {when}")
 
 
 def _check_garbage(engine: Engine, request: Request) -> None:
     """Check that a request returns a result or raises an EngineFault."""
     longest = replace(
-        request,
-        token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1),
+        request, token_ids=request.token_ids * (engine.context_length // len(request.token_ids) + 1)
     )
     try:
         engine.generate([longest])
@@ -466,7 +504,7 @@ def _check_garbage(engine: Engine, request: Request) -> None:
         pass
     except Exception as error:
         raise AssertionError(
-            f"a context that is too long raises {type(error).__name__}, no EngineFault: {error}",
+            f"a context that is too long raises {type(error).__name__} instead of EngineFault: {error}"
         ) from error
     _generate(engine, [request])
 
@@ -481,7 +519,7 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
     pickled; that a restored copy has the same snapshot, also if restored twice; and that ``absorb`` changes
     no memory, because only ``after_group`` may.
     """
-    require(len(hooks) == len(copies), "other hooks for the same settings")
+    require(len(hooks) == len(copies), "the same settings create different hooks")
     hooks, copies = as_hooks(hooks), as_hooks(copies)
     for trace in groups:
         for leaf in trace.leaves.values():
@@ -499,13 +537,11 @@ def _check(hook: Hook, copy: Hook) -> None:
     snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
     for _ in range(2):
         copy.restore(_pickled_copy(snapshot, f"{name}.snapshot()"))
-        require(equal(copy.snapshot(), snapshot), f"{name}: a restored copy is not what was taken")
+        require(equal(copy.snapshot(), snapshot), f"{name}: a restored copy has another snapshot")
     before = _pickled_copy(hook.gathered(), f"{name}.gathered()")
     hook.absorb(_pickled_copy(copy.gathered(), f"{name}.gathered()"))
-    require(
-        equal(hook.snapshot(), snapshot), f"{name}.absorb changes what a copy needs: after_group does that"
-    )
-    require(equal(hook.gathered(), before), f"{name}: a copy that did nothing has gathered something")
+    require(equal(hook.snapshot(), snapshot), f"{name}.absorb changes the snapshot: change it in after_group")
+    require(equal(hook.gathered(), before), f"{name}: a copy without rollouts has gathered data")
 
 
 def _pickled_copy(value: Any, label: str) -> Any:
@@ -513,7 +549,7 @@ def _pickled_copy(value: Any, label: str) -> Any:
     try:
         return pickle.loads(pickle.dumps(value))
     except Exception as error:
-        raise AssertionError(f"{label} cannot go to another process: {error}") from error
+        raise AssertionError(f"{label} cannot be pickled for another process: {error}") from error
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -565,7 +601,7 @@ def check_call_format(form: CallFormat) -> None:
     tools = (_TOOL, _PLAIN)
     for text in GARBAGE:
         parsed = _read(form, text, tools)
-        require(not parsed.calls, f"{text[:40]!r} is read as calls: {parsed.calls!r}")
+        require(not parsed.calls, f"{text[:40]!r} is parsed as calls: {parsed.calls!r}")
     single = [[_call(0, "look_up", arguments)] for arguments in _ARGUMENTS]
     several = [_call(0, "look_up", _ARGUMENTS[1]), _call(1, "clock", {}), _call(2, "look_up", _ARGUMENTS[5])]
     for calls in (*single, several):
@@ -593,13 +629,13 @@ def _require_read_back(form: CallFormat, calls: Sequence[ToolCall], tools: Seque
     parsed = _read(form, text, tools)
     require(
         parsed.calls == tuple(calls) and not parsed.problems and not parsed.content.strip(),
-        f"{text[:200]!r} is read as {parsed!r}",
+        f"{text[:200]!r} is parsed as {parsed!r}",
     )
     for end in range(0, len(text), 7):
         whole = _read(form, text[:end], tools).calls
         good = [call for call in whole if not find_call_error(call, tools)]
         require(
-            good == list(calls[: len(good)]), f"{text[:end][-80:]!r}, which is cut off, is read as {good!r}"
+            good == list(calls[: len(good)]), f"the truncated text {text[:end][-80:]!r} is parsed as {good!r}"
         )
 
 
@@ -643,10 +679,10 @@ def check_algorithm(
     declare(getattr(first, "metrics", ()))
     require(
         isinstance(first, Algorithm),
-        f"{type(first).__name__} is no subclass of outrider.algorithms.base.Algorithm",
+        f"{type(first).__name__} is not a subclass of outrider.Algorithm",
     )
-    require(isinstance(first.objective, ObjectiveSettings), "objective is no ObjectiveSettings")
-    require(isinstance(first.hooks, tuple), "hooks is no tuple")
+    require(isinstance(first.objective, ObjectiveSettings), "objective is not an ObjectiveSettings")
+    require(isinstance(first.hooks, tuple), "hooks is not a tuple")
     require_picklable("the settings", first.objective)
     for step in range(num_steps):
         groups, same = _build_step(first, step), _build_step(other, step)
@@ -656,7 +692,7 @@ def check_algorithm(
             _check_advantages(trace, result)
         require(
             _assigned_values(groups) == _assigned_values(same),
-            f"step {step}: other credit for the same groups",
+            f"step {step}: advantages differ for equal groups",
         )
     _check_effects(first, without_effect)
     if first.remembers:
@@ -678,11 +714,11 @@ def _build_step(algorithm: Algorithm, step: int) -> list[Trace]:
         modes = tuple(algorithm.modes_of(step, group))
         require(
             modes and all(isinstance(mode, str) for mode in modes),
-            f"modes_of({step}, {group}) gives {modes!r}",
+            f"modes_of({step}, {group}) returns {modes!r}",
         )
         require(
             modes == tuple(algorithm.modes_of(step, group)),
-            f"modes_of({step}, {group}) gives others when asked again",
+            f"modes_of({step}, {group}) returns other modes when it is called again",
         )
         values = [returns[i % len(returns)] for i in range(len(modes))]
         groups.append(build_group(values, key=f"task-{group}", modes=modes))
@@ -730,8 +766,8 @@ def _assign_advantages(algorithm: Algorithm, groups: Sequence[Trace]) -> list[Gr
     try:
         results = algorithm.assign_step_advantages(groups)
     except Exception as error:
-        raise AssertionError(f"credit raises: {type(error).__name__}: {error}") from error
-    require(len(results) == len(groups), f"credit of {len(groups)} groups has {len(results)} entries")
+        raise AssertionError(f"advantages raises {type(error).__name__}: {error}") from error
+    require(len(results) == len(groups), f"advantages of {len(groups)} groups has {len(results)} entries")
     return results
 
 
@@ -739,8 +775,7 @@ def _check_advantages(trace: Trace, result: GroupAdvantages) -> None:
     key = trace.task.key
     values = np.asarray(result.advantages.values)
     require(
-        len(values) == len(trace.leaves),
-        f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts",
+        len(values) == len(trace.leaves), f"{key}: {len(values)} advantages for {len(trace.leaves)} rollouts"
     )
     require(bool(np.isfinite(values).all()), f"{key}: an advantage is not finite: {values.tolist()}")
     _check_flag(trace, result)
@@ -754,10 +789,10 @@ def _check_advantages(trace: Trace, result: GroupAdvantages) -> None:
             written = node.credit is not None or node.shares is not None
             require(
                 node.receives_advantages or not written,
-                f"{key}: credit on a node that the policy did not write",
+                f"{key}: advantages on a node that the policy did not write",
             )
             if node.credit is not None:
-                require(len(node.credit) == len(node.token_ids), f"{key}: credit is not one value per token")
+                require(len(node.credit) == len(node.token_ids), f"{key}: needs one advantage per token")
                 require_finite({str(i): value for i, value in enumerate(node.credit)}, f"{key}: credit")
     for name, measured in result.measurements.items():
         try:
@@ -773,7 +808,7 @@ def _check_flag(trace: Trace, result: GroupAdvantages) -> None:
     values = np.asarray(advantages.values)
     require(
         advantages.has_signal or not values.any(),
-        f"{key}: advantages are {values.tolist()}, and has_signal is False (reason {advantages.reason!r}): "
+        f"{key}: advantages are {values.tolist()}, but has_signal is False (reason {advantages.reason!r}): "
         "outrider.algorithms.base.with_values sets both",
     )
     has_advantages = any(
@@ -782,7 +817,7 @@ def _check_flag(trace: Trace, result: GroupAdvantages) -> None:
     )
     require(
         not advantages.has_signal or values.any() or has_advantages,
-        f"{key}: every advantage is 0, and has_signal is True",
+        f"{key}: every advantage is 0, but has_signal is True",
     )
 
 
@@ -817,8 +852,8 @@ def _check_effects(algorithm: Any, without_effect: Sequence[str]) -> None:
             return
         require(
             not effects or any(other != known for other in effects),
-            f"the setting {name} changes no advantage, whatever its value is (check_algorithm(..., "
-            f"without_effect=[{name!r}]) if that is meant)",
+            f"no value of the setting {name} changes an advantage (pass check_algorithm(..., "
+            f"without_effect=[{name!r}]) if that is intended)",
         )
 
 
@@ -869,7 +904,7 @@ def _check_memory(algorithm: Any, fresh: Any, num_steps: int) -> None:
     state, arrays = algorithm.state()
     require(
         all(isinstance(value, np.ndarray) for value in arrays.values()),
-        "state: arrays holds what is no array",
+        "state: all values of arrays must be numpy arrays",
     )
     try:
         plain = json.loads(json.dumps(state))
@@ -879,4 +914,4 @@ def _check_memory(algorithm: Any, fresh: Any, num_steps: int) -> None:
     groups, same = _build_step(algorithm, num_steps), _build_step(fresh, num_steps)
     _assign_advantages(algorithm, groups)
     _assign_advantages(fresh, same)
-    require(_assigned_values(groups) == _assigned_values(same), "other credit after state and restore")
+    require(_assigned_values(groups) == _assigned_values(same), "advantages differ after state and restore")

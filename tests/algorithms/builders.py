@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from outrider.algorithms.exploration import Empo2, Empo2Settings
+from outrider.algorithms.tips import MemorySettings, TipHook
 from outrider.config import validate
 from outrider.memory.embedders import HashEmbedder
 from outrider.trace import Leaf, Node, Trace
@@ -125,3 +126,9 @@ def empo2(**options: Any) -> Empo2:
     """EMPO² with groups of four and the hash embedder."""
     settings = validate(Empo2Settings, {"group_size": 4, **options})
     return Empo2(settings, embedder=HashEmbedder(), count_tokens=len, groups_per_step=2)
+
+
+def tip_hook(**options: Any) -> TipHook:
+    """A tip hook with the hash embedder that counts characters as tokens."""
+    settings = validate(MemorySettings, options)
+    return TipHook(settings, embedder=HashEmbedder(), count_tokens=len, seed=0)

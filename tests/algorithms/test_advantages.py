@@ -526,7 +526,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (GrpoSettings, {"advantage": "group_centered", "advantage_std": "batch"}, "divides by no std"),
     (GrpoSettings, {"advantage": "leave_one_out", "advantage_std": "population"}, "no meaning"),
     (GrpoSettings, {"overlong": {"max_tokens": 10, "buffer": 11}}, "exceeds"),
-    (ReinforcePlusPlusSettings, {"advantage": "leave_one_out"}, "leave advantage out"),
+    (ReinforcePlusPlusSettings, {"advantage": "leave_one_out"}, "remove advantage"),
     (ReinforcePlusPlusSettings, {"group_baseline": True, "gamma": 0.9}, "one value"),
     (ReinforcePlusPlusSettings, {"group_baseline": True, "reward_kl_weight": 0.1}, "one value"),
     (ReinforcePlusPlusSettings, {"gamma": 1.1}, "gamma"),

@@ -1,8 +1,6 @@
-"""Token weights, KL estimators and the sampler correction."""
+"""Token weights, KL estimators and ratios."""
 
-import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -20,20 +18,13 @@ from outrider.algorithms.losses import (
     weighted_loss,
 )
 from outrider.algorithms.sampler_correction import (
-    ImportanceStats,
-    correction_stats,
     log_ratio,
-    sampler_weights_per_token,
     shaped_ratio,
 )
 from outrider.training.update import MetricAccumulator, sft_loss, success_weights
+from tests.vectors import load_vectors
 
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads(
-        (Path(__file__).parents[1] / "vectors" / "kl_importance_aggregation.json").read_text()
-    )
-}
+CASES = load_vectors("kl_importance_aggregation")
 
 
 def flat(rows: Any) -> torch.Tensor:
@@ -72,7 +63,7 @@ def test_aggregation_vectors() -> None:
         assert value == pytest.approx(expected[name], abs=1e-8), name
 
 
-def test_old_forks_forget_to_divide_by_the_number_of_sequences() -> None:
+def test_old_forks_do_not_divide_by_the_number_of_sequences() -> None:
     """A known upstream fault: five sequences, so their value is five times ours."""
     case = CASES["agg.old_verl_forks"]
     losses, mask, expected = case["inputs"]["loss_mat"], case["inputs"]["loss_mask"], case["expected"]
@@ -93,7 +84,7 @@ BATCH = st.lists(
     garbage=st.sampled_from([math.nan, math.inf, -math.inf, 7.0]),
 )
 def test_masked_tokens_change_nothing(batch: Any, kind: Any, garbage: float) -> None:
-    """Not the loss, not the gradient, not the denominators - whatever stands there, NaN included."""
+    """Not the loss, not the gradient, not the denominators - whatever the masked values are, NaN included."""
     columns = list(zip(*batch, strict=True))
     mask = torch.tensor(columns[4])
     keep = torch.nonzero(mask)[:, 0]
@@ -127,7 +118,7 @@ def test_a_fault_in_a_trained_token_is_not_hidden() -> None:
     assert math.isnan(float(weighted_loss(losses=losses, weights=torch.ones(2))))
 
 
-def test_token_weights_reject_what_they_would_ignore() -> None:
+def test_token_weights_without_effect_or_outside_are_errors() -> None:
     index = torch.tensor([0, 1])
     wrong_lengths: list[tuple[Any, dict[str, Any]]] = [
         ("token_mean", {"max_length": 8}),
@@ -207,49 +198,12 @@ def test_kl_values_and_gradients_in_expectation() -> None:
         np.testing.assert_allclose(gradient, direction, atol=1e-12)
 
 
-def test_kl_old_logprobs_only_where_they_are_used() -> None:
+def test_kl_old_logprobs_belong_to_one_estimator() -> None:
     zeros = torch.zeros(1)
     with pytest.raises(ValueError, match="k3_ratio"):
         kl_per_token(estimator="k3_ratio", logprobs=zeros, reference_logprobs=zeros)
     with pytest.raises(ValueError, match="k3_ratio"):
         kl_per_token(estimator="k2", logprobs=zeros, reference_logprobs=zeros, old_logprobs=zeros)
-
-
-def corrected(
-    old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor
-) -> tuple[torch.Tensor, ImportanceStats]:
-    """The correction that is on by default: each token's own weight, up to 2."""
-    index = torch.zeros(len(old), dtype=torch.int64)
-    applied = sampler_weights_per_token(
-        old_logprobs=old, sampler_logprobs=sampler, rollout_index=index, mask=mask
-    )
-    return applied.weights, correction_stats(applied, old_logprobs=old, sampler_logprobs=sampler, mask=mask)
-
-
-def test_sampler_correction_vector() -> None:
-    case = CASES["tis.verl.token.2.0"]
-    old, sampler = flat(case["inputs"]["train_log_prob"]), flat(case["inputs"]["rollout_log_prob"])
-    mask = flat(case["inputs"]["response_mask"]) > 0
-    weights, stats = corrected(old.requires_grad_(), sampler, mask)
-    assert not weights.requires_grad
-    np.testing.assert_allclose(weights, flat(case["expected"]["weights"]), rtol=1e-12)
-    raw = np.exp((old - sampler).detach().numpy()[mask.numpy()])
-    assert stats.mean == pytest.approx(case["expected"]["mean"], abs=1e-8)
-    assert stats.effective_sample_share == pytest.approx(case["expected"]["ess"], abs=1e-7)
-    assert stats.max == pytest.approx(raw.max()) and stats.num_truncated == int((raw > 2.0).sum()) > 0
-    assert stats.mean_abs_log == pytest.approx(np.abs(np.log(raw)).mean()) and stats.num_tokens == raw.size
-
-
-def test_sampler_equal_to_trainer_is_a_no_op_and_faults_are_loud() -> None:
-    old = torch.tensor([-1.0, -2.0, -3.0])
-    mask = torch.tensor([True, True, False])
-    spoiled = torch.tensor([-1.0, -2.0, math.nan])
-    weights, stats = corrected(old, spoiled, mask)
-    assert weights.tolist() == [1.0, 1.0, 0.0]
-    assert (stats.mean, stats.max, stats.effective_sample_share, stats.mean_abs_log) == (1.0, 1.0, 1.0, 0.0)
-    for broken in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="sampler correction"):
-            corrected(old, spoiled, broken)
 
 
 def test_log_ratio_clamp_and_retrieval_shaping() -> None:
@@ -281,5 +235,5 @@ def test_the_likelihood_term_weighs_every_token_of_successful_rollouts_the_same_
     assert sum(float(loss) for loss in losses) == pytest.approx(2.0)
     accumulator.end_step()
     assert accumulator.means() == {"loss/positive_nll": pytest.approx(2.0)}
-    nobody = success_weights([SimpleNamespace(succeeded=False)] * 3, batches)  # type: ignore[list-item]
-    assert all(not each.any() for each in nobody)
+    failures = success_weights([SimpleNamespace(succeeded=False)] * 3, batches)  # type: ignore[list-item]
+    assert all(not each.any() for each in failures)

@@ -1,9 +1,7 @@
-"""ARPO and AEPO: the papers' and the released code's numbers, credit on trees, and what the hook decides."""
+"""ARPO and AEPO: numbers of the papers and the released code, advantages on trees, decisions of the hook."""
 
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,30 +10,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.entropy_branching import (
     BranchHook,
     branch_probability,
     branches,
     entropy_advantage_factors,
     first_wave_budget,
+    require_countable,
     segment_entropy,
 )
 from outrider.algorithms.exploration import ARPO_PRESETS as PRESETS
 from outrider.algorithms.exploration import Arpo, ArpoSettings, RapoSettings
+from outrider.algorithms.loss_settings import (
+    CispoLoss,
+    GppoLoss,
+    GspoLoss,
+    ReinforceLoss,
+    RejectionMask,
+    SamplerCorrection,
+)
 from outrider.algorithms.losses import clipped_surrogate_per_token
 from outrider.config import validate
 from outrider.environments.base import Episode, StepResult
 from outrider.errors import ConfigError
 from outrider.rollout.hooks import EpisodeState
 from outrider.seeding import stream
-from outrider.trace import Leaf, Trace
-from outrider.types import Message, Origin, Outcome, Task
+from outrider.trace import Node, Trace
+from outrider.types import Message, Origin
+from tests.algorithms.builders import add_node, finish, new_trace
 from tests.rollout.fakes import Fake
+from tests.vectors import load_vectors
 
-VECTORS: dict[str, list[dict[str, Any]]] = json.loads(
-    (Path(__file__).parents[1] / "vectors" / "arpo_branching.json").read_text()
-)
-TEXT = Message(role="assistant", content="")
+VECTORS: Any = load_vectors("arpo_branching")
 V = 256
 
 
@@ -150,21 +157,17 @@ def test_presets_fill_what_is_not_given() -> None:
 
 
 def state_with(entropies: list[list[float]], *, rollout: int = 0, num_tool_calls: int = 1) -> EpisodeState:
-    """A lineage of policy turns with an observation between; the newest turn was just written."""
-    trace = Trace(task=Task(key="t", question=""))
-    tip = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=TEXT)
+    """Return a lineage of policy turns with observations between them; the newest turn was just sampled."""
+    trace = new_trace()
+    node = add_node(trace, None, Origin.PROMPT)
     for number, values in enumerate(entropies):
         if number:
-            tip = trace.append(parent=tip.node_id, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT)
-        size = len(values)
-        tip = trace.append(
-            parent=tip.node_id, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT,
-            logprobs=(-1.0,) * size, entropies=tuple(values),
-        )  # fmt: skip
+            node = add_node(trace, node, Origin.ENVIRONMENT)
+        node = add_node(trace, node, Origin.POLICY, num_tokens=len(values), entropies=values)
     return EpisodeState(
         task=trace.task, trace=trace, episode=Episode(Fake(on_step=lambda n, t: StepResult(message=None))),
-        run_seed=0, training_step=0, rollout=rollout, mode="m", last_node=tip, turn=len(entropies) - 1,
-        last_result=StepResult(message=TEXT, num_tool_calls=num_tool_calls),
+        run_seed=0, training_step=0, rollout=rollout, mode="m", last_node=node, turn=len(entropies) - 1,
+        last_result=StepResult(message=Message(role="user", content=""), num_tool_calls=num_tool_calls),
     )  # fmt: skip
 
 
@@ -189,28 +192,27 @@ def test_forks_only_after_an_executed_call_and_not_in_the_probing_rollout() -> N
     assert hook(**always, preset="aepo").num_forks(state_with([[1.0], [1.0]], rollout=4)) == 3
 
 
-def test_a_simulator_s_moves_count_where_there_are_no_tools() -> None:
+def test_moves_of_a_simulator_count_like_tool_calls() -> None:
     chosen = validate(ArpoSettings, {"base_probability": 1.0})
     moves = BranchHook(chosen, group_size=16, vocabulary_size=V, every_action=True)
     assert moves.num_forks(state_with([[1.0], [1.0]], num_tool_calls=0)) == 1
 
 
-def test_impossible_combinations_are_refused() -> None:
+def test_combinations_without_meaning_are_errors() -> None:
     with pytest.raises(ConfigError, match="counts a shared token once"):
         validate(ArpoSettings, {"attribution": "hard", "aggregation": "sequence_mean_token_mean"})
     with pytest.raises(ConfigError, match="positive_nll"):
         validate(ArpoSettings, {"attribution": "hard", "positive_nll": 0.1})
-    with pytest.raises(ConfigError, match="no place for forks"):
+    with pytest.raises(ConfigError, match="no room for forks"):
         validate(RapoSettings, {"branch": {}})
     with pytest.raises(ConfigError, match="exceeds group_size"):
         validate(ArpoSettings, {"group_size": 4})
 
 
 def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:
-    rule: dict[str, Any] = {"decision": "threshold"}
-    assert hook(**rule).num_forks(state_with([[1.0], [1.1]])) == 1
-    assert hook(**rule).num_forks(state_with([[1.0], [0.9]])) == 0
-    assert hook(**rule).num_forks(state_with([[1.0], [1.0]])) == 0  # it has to exceed the threshold
+    rule = hook(decision="threshold")
+    for entropy, num_forks in ((1.1, 1), (0.9, 0), (1.0, 0)):  # the threshold must be exceeded
+        assert rule.num_forks(state_with([[1.0], [entropy]])) == num_forks
 
 
 @pytest.mark.parametrize("scope", ["lineage", "prompt"])
@@ -239,58 +241,43 @@ def test_a_longer_streak_never_branches_where_a_shorter_one_does_not(
 
 
 def tree(returns: list[float]) -> Trace:
-    """Two leaves over a shared first turn, and one rollout of its own."""
-    trace = Trace(task=Task(key="t", question=""))
+    """Return two leaves below a shared first turn, and a separate rollout."""
+    trace = new_trace()
 
-    def policy(parent: int, size: int) -> int:
-        values = {"logprobs": (-1.0,) * size, "entropies": tuple(0.5 + i for i in range(size))}
-        return trace.append(
-            parent=parent, origin=Origin.POLICY, token_ids=(3,) * size, message=TEXT, **values
-        ).node_id
+    def turn(parent: Node, size: int) -> Node:
+        entropies = [0.5 + i for i in range(size)]
+        return add_node(trace, parent, Origin.POLICY, num_tokens=size, entropies=entropies)
 
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=TEXT).node_id
-    shared = policy(root, 2)
-    seen = trace.append(parent=shared, origin=Origin.ENVIRONMENT, token_ids=(2,), message=TEXT).node_id
-    for rollout, (leaf, value) in enumerate(
-        zip((policy(seen, 1), policy(seen, 3), policy(root, 2)), returns, strict=True)
-    ):
-        trace.finish(Leaf(node_id=leaf, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value))
+    root = add_node(trace, None, Origin.PROMPT)
+    seen = add_node(trace, turn(root, 2), Origin.ENVIRONMENT)
+    for leaf, value in zip((turn(seen, 1), turn(seen, 3), turn(root, 2)), returns, strict=True):
+        finish(trace, leaf, value)
     return trace
 
 
-def test_soft_credit_gives_every_leaf_its_own_and_hard_their_mean() -> None:
+def arpo(**options: Any) -> Arpo:
+    settings = validate(ArpoSettings, {"group_size": 3, "first_wave": 1, **options})
+    return Arpo(settings, vocabulary_size=V)
+
+
+def test_soft_attribution_gives_every_leaf_its_own_advantage_and_hard_their_mean() -> None:
     soft, hard = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
-    values = (
-        Arpo(validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V)
-        .assign_advantages(soft)
-        .advantages.values
-    )
-    Arpo(
-        validate(ArpoSettings, {"group_size": 3, "first_wave": 1, "attribution": "hard"}), vocabulary_size=V
-    ).assign_advantages(hard)
-    assert soft.nodes[1].credit is None
-    assert {r: s.credit for r, s in soft.nodes[1].shares.items()} == {
-        0: (values[0],) * 2,
-        1: (values[1],) * 2,
-    }  # type: ignore[union-attr]
-    assert (
-        hard.nodes[1].credit == pytest.approx(((values[0] + values[1]) / 2,) * 2) and hard.nodes[1].owner == 0
-    )
+    values = arpo().assign_advantages(soft).advantages.values
+    arpo(attribution="hard").assign_advantages(hard)
+    assert soft.nodes[1].credit is None and soft.nodes[1].shares is not None
+    shares = {rollout: share.credit for rollout, share in soft.nodes[1].shares.items()}
+    assert shares == {0: (values[0],) * 2, 1: (values[1],) * 2}
+    assert hard.nodes[1].credit == pytest.approx(((values[0] + values[1]) / 2,) * 2)
+    assert hard.nodes[1].owner == 0
+    expected = [(values[0],), (values[1],) * 3, (values[2],) * 2]
     for trace in (soft, hard):
-        assert [trace.nodes[i].credit for i in (3, 4, 5)] == [
-            (values[0],),
-            (values[1],) * 3,
-            (values[2],) * 2,
-        ]
+        assert [trace.nodes[i].credit for i in (3, 4, 5)] == expected
 
 
 def test_the_entropy_aware_advantage_scales_every_token() -> None:
     plain, scaled = tree([1.0, 0.0, 0.0]), tree([1.0, 0.0, 0.0])
-    sizes: dict[str, Any] = {"group_size": 3, "first_wave": 1}
-    Arpo(validate(ArpoSettings, sizes), vocabulary_size=V).assign_advantages(plain)
-    Arpo(validate(ArpoSettings, sizes | {"entropy_advantage": 0.2}), vocabulary_size=V).assign_advantages(
-        scaled
-    )
+    arpo().assign_advantages(plain)
+    arpo(entropy_advantage=0.2).assign_advantages(scaled)
     entropies = [e for node in scaled.nodes for e in node.entropies]
     factors = iter(entropy_advantage_factors(entropies, weight=0.2))
     for one, other in zip(plain.nodes, scaled.nodes, strict=True):
@@ -303,14 +290,6 @@ def test_the_entropy_aware_advantage_scales_every_token() -> None:
                 assert other.shares[rollout].credit == pytest.approx(
                     [c * f for c, f in zip(share.credit, own, strict=True)]
                 )
-
-
-def test_a_group_without_spread_gives_no_signal() -> None:
-    trace = tree([1.0, 1.0, 1.0])
-    credit = Arpo(
-        validate(ArpoSettings, {"group_size": 3, "first_wave": 1}), vocabulary_size=V
-    ).assign_advantages(trace)
-    assert not credit.advantages.has_signal and not np.any(credit.advantages.values)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
@@ -339,16 +318,10 @@ def test_one_token_has_no_spread_and_none_no_factor() -> None:
 
 
 def group_of_one(entropies: list[list[float]]) -> Trace:
-    """The probing rollout of AEPO, finished."""
-    state = state_with(entropies) if entropies else state_with([[1.0]])
-    trace = state.trace
-    if entropies:
-        trace.finish(
-            Leaf(node_id=state.last_node.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=0.0)
-        )
-    else:
-        trace.finish(Leaf(node_id=None, rollout=0, outcome=Outcome.TOOL_FAULT, episode_return=None))
-    return trace
+    """Return the first rollout of AEPO, finished; without entropies it ended by a fault."""
+    state = state_with(entropies or [[1.0]])
+    finish(state.trace, state.last_node, 0.0 if entropies else None)
+    return state.trace
 
 
 def test_the_budget_of_the_first_wave_is_that_of_the_probing_rollout_s_entropies() -> None:
@@ -367,14 +340,6 @@ def test_the_budget_of_the_first_wave_is_that_of_the_probing_rollout_s_entropies
     assert hook().budget(broken) is None and hook(first_wave=5).first_wave == 5
 
 
-@pytest.mark.parametrize(
-    ("total", "root", "tools", "expected"),
-    [(8, 0.0, 0.0, 5), (8, 90.0, 0.0, 8), (8, 0.0, 90.0, 1), (1, 0.0, 0.0, 1)],
-)
-def test_the_budget_by_hand(total: int, root: float, tools: float, expected: int) -> None:
-    assert first_wave_budget(total=total, entropy_root=root, entropy_tools=tools) == expected
-
-
 def test_the_draws_of_a_fork_are_the_turn_s_own_stream() -> None:
     state = state_with([[1.0], [1.0]])
     draws = stream(0, "branch", 0, "t", 0, 1).random(64)
@@ -382,5 +347,85 @@ def test_the_draws_of_a_fork_are_the_turn_s_own_stream() -> None:
     assert found == int((draws <= 0.4).sum()) and 0 < found < 64
 
 
-def test_nothing_is_spliced_in_front_of_a_turn() -> None:
-    assert hook().before_turn(state_with([[1.0]])) == ()
+# Borders of the rule, by hand (arXiv 2507.19849 section 3.1; arXiv 2510.14545)
+
+STREAK = {"penalty": 0.5, "streak": 1}
+
+
+@pytest.mark.parametrize(
+    ("u", "options", "expected"),
+    [
+        # Released ARPO: clip(u - w dH, 0, 1) <= p.
+        (0.5, {"base": 0.5}, True),
+        (0.5001, {"base": 0.5}, False),
+        (0.75, {"base": 0.5, "change": 1.0}, True),
+        (0.76, {"base": 0.5, "change": 1.0}, False),
+        (0.1, {"base": 0.0, "change": 1.0}, True),  # clipped to 0
+        (0.9, {"base": 1.0, "change": -1.0}, True),  # clipped to 1
+        # A penalty without a streak, and a streak without a penalty.
+        (0.5, {"base": 0.5, "penalty": 0.5}, True),
+        (0.5, {"base": 0.5, "streak": 3}, True),
+        # With both, a draw below the probability.
+        (0.25, {"base": 0.5, **STREAK}, False),
+        (0.2499, {"base": 0.5, **STREAK}, True),
+        # The paper's threshold must be exceeded.
+        (0.0, {"base": 0.5, "decision": "threshold"}, False),
+        (0.99, {"base": 0.5, "change": 0.1, "decision": "threshold"}, True),
+        (0.99, {"base": 0.5, "change": 0.1, "decision": "threshold", "threshold": 0.6}, False),
+        (0.0, {"base": 0.5, "change": 0.1, "decision": "threshold", **STREAK}, False),
+        # Released AEPO: clip((u + w dH) (1 - penalty l), 0, 1) >= p.
+        (0.5, {"base": 0.5, "decision": "aepo_released"}, True),
+        (0.4999, {"base": 0.5, "decision": "aepo_released"}, False),
+        (0.25, {"base": 0.5, "change": 1.0, "decision": "aepo_released"}, True),
+        (0.25, {"base": 0.25, "change": 1.0, "decision": "aepo_released", **STREAK}, True),
+        (0.24, {"base": 0.25, "change": 1.0, "decision": "aepo_released", **STREAK}, False),
+        (0.9, {"base": 1.0, "change": 9.0, "decision": "aepo_released"}, True),
+        (0.1, {"base": 0.0, "change": -9.0, "decision": "aepo_released"}, True),
+        (0.1, {"base": 0.1, "change": -9.0, "decision": "aepo_released", "penalty": 1.0, "streak": 3}, False),
+    ],
+)
+def test_decisions_on_their_borders(u: float, options: dict[str, Any], expected: bool) -> None:
+    assert branches(u, **{"change": 0.0, "weight": 0.25} | options) is expected
+
+
+def test_the_first_wave_is_between_one_and_the_group() -> None:
+    def budget(root: float, tools: float) -> int:
+        return first_wave_budget(total=8, entropy_root=root, entropy_tools=tools)
+
+    assert [budget(1.0, 1.0), budget(0.0, 900.0), budget(900.0, 0.0)] == [5, 1, 8]
+    assert first_wave_budget(total=1, entropy_root=0.0, entropy_tools=0.0) == 1
+    assert budget(2 * math.log(3), 0.0) == 7  # a share of 3/4: the paper's slope is a half
+    assert budget(0.0, 2 * math.log(3)) == 3  # and of 1/4
+
+
+OBJECTIVES: list[tuple[str, dict[str, Any]]] = [
+    ("soft", {"loss": GspoLoss()}),
+    ("soft", {"sampler_correction": SamplerCorrection(level="sequence")}),
+    ("soft", {"sampler_correction": SamplerCorrection(level="geometric")}),
+    ("soft", {"sampler_correction": None, "sampler_rejection": RejectionMask(scope="mean")}),
+    ("hard", {"positive_nll": 0.1}),
+    ("hard", {"aggregation": "sequence_mean_token_mean"}),
+]
+
+
+@pytest.mark.parametrize(("attribution", "options"), OBJECTIVES)
+def test_objectives_that_cannot_count_shared_tokens_are_errors(
+    attribution: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError):
+        require_countable(ObjectiveSettings(**options), attribution)
+
+
+@pytest.mark.parametrize(
+    ("attribution", "options"),
+    [
+        ("soft", {"positive_nll": 0.1}),
+        ("soft", {"aggregation": "sequence_mean_token_mean"}),
+        ("hard", {}),
+        ("soft", {"sampler_correction": None}),
+        ("soft", {"sampler_rejection": RejectionMask(scope="token")}),
+        *(("soft", {"loss": loss}) for loss in (GppoLoss(), CispoLoss(ratio_cap=2.0), ReinforceLoss())),
+    ],
+)
+def test_objectives_that_can_count_shared_tokens_are_valid(attribution: Any, options: dict[str, Any]) -> None:
+    require_countable(ObjectiveSettings(**options), attribution)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.algorithms.entropy_branching import BranchHook, BranchSettings, branches
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig
 from outrider.errors import ToolFault
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import RolloutReport, Scheduler
@@ -18,6 +18,7 @@ from outrider.tokens import ChatRenderer
 from outrider.tools.base import ToolOutput
 from outrider.types import Outcome
 from tests.rollout.fakes import scripted, tasks
+from tests.tool_episodes import tool_factory
 
 Script = Mapping[tuple[int, int, int], str]  # task, rollout, turn
 
@@ -59,7 +60,7 @@ def play(
     rule = BranchSettings(first_wave=first_wave, base_probability=probability, entropy_weight=0.0)
     runs = Scheduler(
         engine=engine, renderer=ChatRenderer(engine.tokenizer), run_seed=0,
-        factory=ToolEnvironmentFactory(
+        factory=tool_factory(
             tools=[tool], config=EpisodeConfig(max_calls=call_limit), system_prompt=""),
         limits=Limits(step_timeout_s=60), sampling=Sampling(stop=("</search>", "</answer>")),
         hooks=(BranchHook(rule, group_size=leaves, vocabulary_size=256),), max_retries=2,

@@ -1,9 +1,8 @@
-"""Several methods in one run: what each of them leaves to the others, over whole runs and bit by bit; modes,
-refusals and shares.
-"""
+"""Several methods in one run: parts that are off change no bit of whole runs; modes, errors and shares."""
 
+import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.algorithms.entropy_branching import BranchHook
-from outrider.algorithms.exploration import Combined, CombinedSettings, Empo2Settings, RapoSettings
-from outrider.algorithms.retrieval import RetrievalHook, retrieved_share
-from outrider.algorithms.tips import PLAIN, TipHook, tip_mode
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
+from outrider.algorithms.exploration import (
+    ArpoSettings,
+    Combined,
+    CombinedSettings,
+    Empo2Settings,
+    RapoSettings,
+)
+from outrider.algorithms.retrieval import (
+    RetrievalAdvantageSettings,
+    RetrievalHook,
+    RetrievalSettings,
+    retrieved_share,
+)
+from outrider.algorithms.tips import PLAIN, TipHook, TipSettings, tip_mode
 from outrider.config import validate
 from outrider.errors import ConfigError
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.hooks import HYBRID, has_part
-from outrider.trace import Trace, without_memory
+from outrider.trace import without_memory
 from outrider.training.settings import RunSettings
-from outrider.types import Message, Origin, Task
+from outrider.types import Origin
+from tests.algorithms.builders import add_node, new_trace
 from tests.golden.cases import BUFFER, FORKS, MEMORY, recipe
 from tests.golden.record import play_tree, write_inputs
 
@@ -52,6 +63,12 @@ ALONE: dict[tuple[str, ...], dict[str, Any]] = {
     ("tips",): {"type": "empo2", **TIPS},
     ("retrieval", "branch"): {"type": "rapo", **REWARD, "retrieval": {"probability": 0.8}, "branch": FORK},
 }
+PARTS = {
+    "retrieval": RetrievalSettings,
+    "reward": RetrievalAdvantageSettings,
+    "branch": BranchSettings,
+    "tips": TipSettings,
+}
 SUBSETS = [
     tuple(name for number, name in enumerate(SECTIONS) if mask >> number & 1)
     for mask in range(2 ** len(SECTIONS))
@@ -72,55 +89,85 @@ def combined(*names: str, plain_branch: bool = False) -> dict[str, Any]:
     return {"type": "combined", **own}
 
 
-def played(root: Path, folder: Path, algorithm: Mapping[str, Any], **train: Any) -> list[dict[str, Any]]:
-    """Two steps of a scripted run: traces, credit, gradients, rows, weights, moments, state and metrics."""
-    tree = recipe("grpo", "scripted", root=root, run=folder / "run")
-    tree["algorithm"] = {**SHARED, **algorithm}
-    tree["buffer"] = {key: value.replace("{root}", str(root)) for key, value in BUFFER.items()}
-    tree["train"] |= {"num_steps": 2, **train}
-    return play_tree(tree, "scripted", folder=folder)
+@pytest.fixture(scope="module")
+def play(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+    """Return two steps of a scripted run: traces, advantages, gradients, rows, weights, moments, state and
+    metrics. Equal runs are made once.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+
+    def run(algorithm: Mapping[str, Any], **train: Any) -> list[dict[str, Any]]:
+        key = json.dumps([algorithm, train], sort_keys=True)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("run")
+            tree = recipe("grpo", "scripted", root=inputs, run=folder / "run")
+            tree["algorithm"] = {**SHARED, **algorithm}
+            tree["buffer"] = {name: value.replace("{root}", str(inputs)) for name, value in BUFFER.items()}
+            tree["train"] |= {"num_steps": 2, **train}
+            found[key] = play_tree(tree, "scripted", folder=folder)
+        return found[key]
+
+    return run
 
 
-@pytest.mark.parametrize("names", ALONE, ids="+".join)
-def test_with_one_section_it_is_that_method_bit_for_bit(
-    inputs: Path, tmp_path: Path, names: tuple[str, ...]
+@pytest.mark.parametrize("names", [(), ("retrieval", "branch")], ids="+".join)
+def test_with_these_sections_it_is_that_method_bit_for_bit(
+    play: Callable[..., Any], names: tuple[str, ...]
 ) -> None:
-    own = played(inputs, tmp_path / "a", combined(*names, plain_branch=len(names) > 1))
-    assert own == played(inputs, tmp_path / "b", ALONE[names])
+    own = play(combined(*names, plain_branch=True))
+    assert own == play(ALONE[names])
     assert any(step["gradients"] for step in own)
+
+
+@pytest.mark.parametrize("names", list(ALONE)[1:], ids="+".join)
+def test_a_section_has_the_settings_of_its_method(names: tuple[str, ...]) -> None:
+    """All types are one algorithm that reads the parts of its settings, so equal parts are equal runs."""
+    types: dict[str, Any] = {"rapo": RapoSettings, "arpo": ArpoSettings, "empo2": Empo2Settings}
+    method = ALONE[names]
+    tables = [(combined(*names, plain_branch=len(names) > 1), method)]
+    if len(names) == 1:  # the defaults
+        tables.append(({"type": "combined", names[0]: {}}, {"type": method["type"]}))
+    for table, own in tables:
+        one = validate(CombinedSettings, {"group_size": 16} | table).parts
+        other = validate(types[method["type"]], {"group_size": 16} | own).parts
+        for part, settings_type in PARTS.items():
+            found = [
+                value and {key: getattr(value, key) for key in settings_type.model_fields}
+                for value in (getattr(one, part), getattr(other, part))
+            ]
+            assert found[0] == found[1], part
+        assert one.entropy_advantage == other.entropy_advantage
 
 
 @pytest.mark.parametrize(
     "names",
-    [one if len(one) < 2 else pytest.param(one, marks=pytest.mark.slow) for one in SUBSETS[:-1]],
+    [one if one in ((), ("retrieval",), ("tips",)) else pytest.param(one, marks=pytest.mark.slow)
+     for one in SUBSETS[:-1]],
     ids="+".join,
-)
-def test_a_method_that_is_off_leaves_the_others_their_bits(
-    inputs: Path, tmp_path: Path, names: tuple[str, ...]
+)  # fmt: skip
+def test_a_part_that_is_off_changes_no_bit_of_the_others(
+    play: Callable[..., Any], names: tuple[str, ...]
 ) -> None:
-    """Off by its own settings, or left out: the same credit, gradients, weights and moments."""
+    """Off by its own settings, or left out: the same advantages, gradients, weights and moments."""
     off = {name: OFF[name] for name in SECTIONS if name not in names}
-    one = played(inputs, tmp_path / "a", combined(*names) | off)
-    other = played(inputs, tmp_path / "b", combined(*names))
-    parts = ("credit", "gradients", "masters", "optimizer")
-    assert [[step[part] for part in parts] for step in one] == [
-        [step[part] for part in parts] for step in other
+    one, other = play(combined(*names) | off), play(combined(*names))
+    kinds = ("credit", "gradients", "masters", "optimizer")
+    assert [[step[kind] for kind in kinds] for step in one] == [
+        [step[kind] for kind in kinds] for step in other
     ]
 
 
-def test_how_many_rollouts_play_at_a_time_changes_no_bit(inputs: Path, tmp_path: Path) -> None:
-    one = played(inputs, tmp_path / "a", combined(*SECTIONS), max_concurrent=1)
-    other = played(inputs, tmp_path / "b", combined(*SECTIONS), max_concurrent=8)
-    for step in (*one, *other):
-        step.pop("rows")  # of a branching run, where the metadata's keys stand in the order of arrival
+def test_the_number_of_concurrent_rollouts_changes_no_bit(play: Callable[..., Any]) -> None:
+    runs = [play(combined(*SECTIONS), max_concurrent=number) for number in (1, 8)]
+    # rows of a branching run have the keys of their metadata in the order of arrival
+    one, other = ([{key: step[key] for key in step if key != "rows"} for step in run] for run in runs)
     assert one == other
-    # nor does it pass because nothing happened
     assert {"retrieval", "branch", "tips"} <= one[-1]["metrics"].keys()
 
 
 @pytest.mark.parametrize("name", ["combined-factbook", "combined-house"])
 def test_the_recipes_run_in_tiny_form(inputs: Path, tmp_path: Path, name: str) -> None:
-    """With their own algorithm; model, tasks and limits are the tests'."""
+    """With their own algorithm; model, tasks and limits are those of the tests."""
     own = tomllib.loads((ROOT / "recipes" / f"{name}.toml").read_text())["algorithm"]
     own["tips"]["memory"]["embedder"] = "hash"
     tree = recipe("combined, house" if "house" in name else "combined", "scripted",
@@ -132,31 +179,22 @@ def test_the_recipes_run_in_tiny_form(inputs: Path, tmp_path: Path, name: str) -
     assert any(step["gradients"] for step in found)
 
 
-def test_the_sections_have_the_methods_own_settings_and_defaults() -> None:
-    run = validate(CombinedSettings, {"type": "combined", "retrieval": {}, "branch": {}, "tips": {}})
-    rapo, empo2 = validate(RapoSettings, {}), validate(Empo2Settings, {})
-    assert run.retrieval is not None and run.tips is not None
-    for name, value in run.retrieval.model_dump().items():
-        assert value == getattr(rapo if hasattr(rapo, name) else rapo.retrieval, name), name
-    assert run.tips.model_dump() == {name: empo2.model_dump()[name] for name in run.tips.model_dump()}
-
-
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "message"),
     [
         ({"branch": {"attribution": "hard"}, "retrieval": {}}, "hard needs ratio_weight = 0"),
-        ({"retrieval": {}, "loss": {"type": "gppo"}}, "does not know RAPO's ratio"),
+        ({"retrieval": {}, "loss": {"type": "gppo"}}, "does not support RAPO's ratio"),
         ({"retrieval": {"num_hybrid": 9}}, "num_hybrid 9 exceeds group_size 8"),
         ({"branch": {"first_wave": 9}}, "first_wave 9 exceeds group_size 8"),
         ({"branch": {}, "loss": {"type": "gspo"}}, "use ratios of tokens"),
         ({"tips": {}, "loss": {"type": "reinforce"}}, "has no ratio"),
         ({"tips": {}, "loss": {"type": "gspo"}}, "student_mask cannot leave tokens out of"),
-        ({"retrieval": {"quality": False, "timing": "none"}}, "leaves no retrieval reward"),
+        ({"retrieval": {"quality": False, "timing": "none"}}, "is no retrieval reward"),
         ({"retrieval": {"mode": "execute"}}, "needs a stateful environment"),
     ],
 )
-def test_what_cannot_be_combined_is_refused_in_one_line(table: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as found:
+def test_combinations_without_meaning_are_errors_of_one_line(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as found:
         validate(
             RunSettings, {"environment": {"type": "factbook"}, "algorithm": {"type": "combined", **table}}
         )
@@ -201,17 +239,12 @@ def test_tips_act_first_then_retrieval_then_branches(tmp_path: Path) -> None:
 
 
 def test_tips_are_in_no_retrieved_share() -> None:
-    """Else the weight of a ratio would depend on a rendering that the update does not see."""
-    trace, parent = Trace(task=Task(key="t", question="")), None
+    """Otherwise the weight of a ratio would depend on a rendering that the update does not see."""
+    trace, node = new_trace(), None
     for origin, num in ((Origin.PROMPT, 4), (Origin.MEMORY, 50), (Origin.PROMPT, 2), (Origin.POLICY, 6),
                         (Origin.ENVIRONMENT, 3), (Origin.MEMORY, 20), (Origin.ENVIRONMENT, 1),
                         (Origin.BUFFER, 5), (Origin.POLICY, 5)):  # fmt: skip
-        scores = (-1.0,) * num if origin is Origin.POLICY else ()
-        node = trace.append(
-            parent=parent, origin=origin, token_ids=(1,) * num, message=Message(role="user", content=""),
-            logprobs=scores, entropies=scores,
-        )  # fmt: skip
-        parent = node.node_id
-    assert parent is not None
-    path = trace.path(parent)
+        node = add_node(trace, node, origin, num_tokens=num)
+    assert node is not None
+    path = trace.path(node.node_id)
     assert retrieved_share(path) == retrieved_share(without_memory(path)) == 5 / 20

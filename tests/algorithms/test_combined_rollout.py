@@ -27,7 +27,7 @@ from outrider.training.update import rollout_paths
 from outrider.types import Origin, Role, Step, Trajectory
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 from tests.tiny import tiny_model
-from tests.training.test_empo2_run import scored
+from tests.training.test_tips_update import scored
 
 GROUP, TURNS = 6, 4
 

@@ -1,11 +1,10 @@
-"""EMPO²: the vectors, exact mode proportions, tips inside their budgets, novelty that does not depend on the
-rollouts' order.
-"""
+"""EMPO²: the vectors, exact proportions of modes, tips within their budgets, and the novelty reward."""
 
 import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +17,7 @@ from outrider.algorithms.base import OffPolicyObjective
 from outrider.algorithms.exploration import Empo2Settings
 from outrider.algorithms.losses import clipped_surrogate_per_token, without_tips_mask
 from outrider.algorithms.tips import (
-    MemorySettings,
     ModeSchedule,
-    TipHook,
     clean_reflection,
     never_shows_a_tip,
     record_text,
@@ -29,12 +26,14 @@ from outrider.algorithms.tips import (
 )
 from outrider.config import load_settings, validate
 from outrider.memory.embedders import HashEmbedder
-from outrider.memory.novelty import NoveltyStore
+from outrider.memory.novelty import NoveltyStore, RandomDistillation
+from outrider.metrics.registry import declared_metric
 from outrider.trace import Trace
 from outrider.training.data import TaskOrder
 from outrider.training.settings import RunSettings
-from outrider.types import Message, Origin, Outcome, Task
-from tests.algorithms.tip_groups import algorithm, played, vector
+from outrider.types import Origin, Outcome, Task
+from tests.algorithms.builders import add_node, build_episodes, empo2, new_trace, tip_hook
+from tests.vectors import load_vector
 
 
 @given(p=st.floats(0, 1), q=st.floats(0, 1), seed=st.integers(0, 5), windows=st.integers(1, 8))
@@ -50,62 +49,52 @@ def test_the_paper_s_proportions_and_their_order() -> None:
     schedule = ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=0)
     modes = [schedule.mode(group) for group in range(240)]
     assert Counter(modes) == {"plain": 180, "tips_on": 20, "tips_off": 40}
-    assert modes != [
-        ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=1).mode(g)
-        for g in range(240)
-    ]
-    assert modes[:24] != modes[24:48]
+    other = ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=1)
+    assert modes != [other.mode(group) for group in range(240)] and modes[:24] != modes[24:48]
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_masked_clipped_loss(sign: float) -> None:
-    given_, expected = vector("masked_clipped_loss")
-    new = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)
-    old = torch.tensor(given_["old_tips"], dtype=torch.float64)
-    surrogate = clipped_surrogate_per_token(
-        logprobs=new, old_logprobs=old, advantages=torch.full((4,), sign, dtype=torch.float64), clip_low=0.2,
-        clip_high=0.3, dual_clip=10.0,
-    )  # fmt: skip
-    wanted = expected["A=+1" if sign > 0 else "A=-1"]
-    np.testing.assert_allclose(surrogate.losses.detach().numpy(), wanted["token_loss"], atol=1e-5)
-    is_off, turn = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+@pytest.mark.parametrize("sign", ["+", "-"])
+def test_masked_clipped_loss(sign: str) -> None:
+    inputs, everything = load_vector("empo2", "masked_clipped_loss")
+    expected, (_, slopes) = everything[f"A={sign}1"], load_vector("empo2", "grad_weight_on_logp")
+    new = torch.tensor(inputs["new_plain"], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor(inputs["old_tips"], dtype=torch.float64)
+    tokens: dict[str, Any] = {"advantages": torch.full((4,), float(f"{sign}1"), dtype=torch.float64)}
+    tokens |= {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 10.0}
+    surrogate = clipped_surrogate_per_token(logprobs=new, old_logprobs=old, **tokens)
+    losses = surrogate.losses.detach()
+    np.testing.assert_allclose(losses, expected["token_loss"], atol=1e-5)
     masks = {
         kind: without_tips_mask(
-            OffPolicyObjective(student_mask=kind, min_probability=given_["delta"]), logprobs_T=new,
-            with_tips_T=old, is_without_tips_T=is_off, turn_T=turn,
+            OffPolicyObjective(student_mask=kind, min_probability=inputs["delta"]), logprobs_T=new,
+            with_tips_T=old, is_without_tips_T=torch.ones(4, dtype=torch.bool),
+            turn_T=torch.zeros(4, dtype=torch.int64),
         )
         for kind in ("token", "turn", "none")
     }  # fmt: skip
-    assert masks["token"].tolist() == expected["mask_paper_token_level"]
-    assert (
-        masks["turn"].tolist() == expected["mask_released_code_row_level"]
-        and masks["none"].tolist() == [1.0] * 4
-    )
-    mean = float((surrogate.losses.detach() * masks["token"].detach()).sum() / 4)
-    assert mean == pytest.approx(wanted["paper_mean_over_all_T"], abs=1e-5)
-    assert mean * 4 / float(masks["token"].sum()) == pytest.approx(wanted["masked_mean_over_kept"], abs=1e-5)
-    released = float((surrogate.losses.detach() * masks["turn"].detach()).sum() / 4)
-    assert released == pytest.approx(wanted["released_code_seq_mask_mean"], abs=1e-5)
-    surrogate.losses.sum().backward()
-    slopes = vector("grad_weight_on_logp")[1]["A=+1 table3" if sign > 0 else "A=-1 table3"]
-    assert new.grad is not None
-    np.testing.assert_allclose(new.grad.numpy(), slopes, atol=1e-5)
-    # Algorithm 1 at the first step: ratio 1
-    student = torch.tensor(given_["new_plain"], dtype=torch.float64, requires_grad=True)
-    clipped_surrogate_per_token(
-        logprobs=student, old_logprobs=student.detach(),
-        advantages=torch.full((4,), sign, dtype=torch.float64), clip_high=0.3, dual_clip=10.0,
-    ).losses.sum().backward()  # fmt: skip
-    slopes = vector("grad_weight_on_logp")[1]["A=+1 algorithm1" if sign > 0 else "A=-1 algorithm1"]
-    assert student.grad is not None and student.grad.tolist() == slopes
+    assert masks["token"].tolist() == everything["mask_paper_token_level"]
+    assert masks["turn"].tolist() == everything["mask_released_code_row_level"]
+    assert masks["none"].tolist() == [1.0] * 4
+    mean = float((losses * masks["token"].detach()).sum() / 4)
+    assert mean == pytest.approx(expected["paper_mean_over_all_T"], abs=1e-5)
+    over_kept = mean * 4 / float(masks["token"].sum())
+    assert over_kept == pytest.approx(expected["masked_mean_over_kept"], abs=1e-5)
+    released = float((losses * masks["turn"].detach()).sum() / 4)
+    assert released == pytest.approx(expected["released_code_seq_mask_mean"], abs=1e-5)
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), new)
+    np.testing.assert_allclose(gradient, slopes[f"A={sign}1 table3"], atol=1e-5)
+    # Algorithm 1 in the first step has a ratio of 1
+    surrogate = clipped_surrogate_per_token(logprobs=new, old_logprobs=new.detach(), **tokens)
+    (gradient,) = torch.autograd.grad(surrogate.losses.sum(), new)
+    assert gradient.tolist() == slopes[f"A={sign}1 algorithm1"]
 
 
 def test_the_released_mask_takes_whole_turns() -> None:
-    given_, expected = vector("released_low_prob_mask")
-    old = torch.tensor(given_["old_log_probs"], dtype=torch.float64)
-    real = torch.tensor(given_["response_mask"], dtype=torch.bool)
+    inputs, expected = load_vector("empo2", "released_low_prob_mask")
+    old = torch.tensor(inputs["old_log_probs"], dtype=torch.float64)
+    real = torch.tensor(inputs["response_mask"], dtype=torch.bool)
     turn = torch.tensor([[0] * 4, [1] * 4])[real]
-    objective = OffPolicyObjective(student_mask="turn", min_probability=math.exp(given_["threshold"]))
+    objective = OffPolicyObjective(student_mask="turn", min_probability=math.exp(inputs["threshold"]))
     is_off = torch.ones(int(real.sum()), dtype=torch.bool)
     kept = without_tips_mask(
         objective, logprobs_T=old[real], with_tips_T=old[real], is_without_tips_T=is_off, turn_T=turn
@@ -126,65 +115,53 @@ def test_tokens_of_other_rollouts_are_never_masked() -> None:
 
 
 def test_intrinsic_reward_decides_where_returns_tie() -> None:
-    given_, expected = vector("intrinsic_in_or_out_of_advantage")
-    paper = [sum(given_["extrinsic"][name]) + sum(given_["intrinsic"][name]) for name in ("a", "b")]
+    inputs, expected = load_vector("empo2", "intrinsic_in_or_out_of_advantage")
+    paper = [sum(inputs["extrinsic"][name]) + sum(inputs["intrinsic"][name]) for name in ("a", "b")]
     found = group_normalized_advantages_per_rollout(returns=paper)
     np.testing.assert_allclose(found.values, expected["paper_adv"], atol=1e-4)
     told = [["start", "kitchen"], ["start", "kitchen"], ["start", "kitchen"], ["start", "garden"]]
-    trace = played([0.0] * 4, told)
-    credit = algorithm().assign_advantages(trace)
+    trace = build_episodes([0.0] * 4, told)
+    credit = empo2().assign_advantages(trace)
     assert credit.advantages.has_signal and credit.advantages.values[3] > 0 > credit.advantages.values[0]
     intrinsic = [leaf.intrinsic for leaf, _ in trace.rollouts()]
     assert intrinsic == pytest.approx([0.01 * (1 / 4 + 1 / 3)] * 3 + [0.01 * (1 / 4 + 1)])
     # the environment's record stays what it was
     assert [leaf.episode_return for leaf, _ in trace.rollouts()] == [0.0] * 4
-    released = algorithm(preset="empo2-released").assign_advantages(played([0.0] * 4, told))
+    released = empo2(preset="empo2-released").assign_advantages(build_episodes([0.0] * 4, told))
     assert released.advantages.reason == "no_spread"
 
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_an_episode_has_as_many_states_as_turns_however_it_ended(num_turns: int) -> None:
-    """Ended by the environment, with or without a last word, or cut by the loop behind an observation that
-    nobody answered.
-    """
-    told = ["start", "kitchen", "garden"][:num_turns]
+    """Ended by the environment, with or without a last message, or cut by the loop after an observation."""
+    states = ["start", "kitchen", "garden"][:num_turns]
     for ending in (None, "", "cellar"):
-        trace = played([0.0], [told])
+        trace = build_episodes([0.0], [states])
         node_id = trace.leaves[0].node_id
         if ending is not None:
-            said = Message(role="user", content=ending)
-            node_id = trace.append(
-                parent=node_id, origin=Origin.ENVIRONMENT, token_ids=(1,), message=said
-            ).node_id
-        assert node_id is not None and visited_states(trace.path(node_id)) == told
+            node_id = add_node(trace, node_id, Origin.ENVIRONMENT, ending).node_id
+        assert node_id is not None and visited_states(trace.path(node_id)) == states
 
 
-def test_a_state_is_what_the_turn_acted_on_and_never_a_tip() -> None:
-    trace = Trace(task=Task(key="t", question="q"), modes=("tips_on",))
-    parent = None
+def test_a_state_is_the_observation_before_a_turn_and_never_a_tip() -> None:
+    trace, node = new_trace(modes=("tips_on",)), None
     for origin, text in (
         (Origin.PROMPT, "start"), (Origin.MEMORY, "a tip"), (Origin.PROMPT, ""), (Origin.POLICY, "go"),
         (Origin.ENVIRONMENT, "kitchen"), (Origin.MEMORY, "another"), (Origin.ENVIRONMENT, ""),
         (Origin.POLICY, "take"), (Origin.POLICY, "and go on"), (Origin.ENVIRONMENT, "cut here"),
     ):  # fmt: skip
-        values = (0.0,) if origin is Origin.POLICY else ()
-        node = trace.append(
-            parent=parent, origin=origin, token_ids=(1,), message=Message(role="user", content=text),
-            logprobs=values, entropies=values,
-        )  # fmt: skip
-        parent = node.node_id
-    assert parent is not None and visited_states(trace.path(parent)) == ["start", "kitchen", "kitchen"]
+        node = add_node(trace, node, origin, text)
+    assert node is not None
+    assert visited_states(trace.path(node.node_id)) == ["start", "kitchen", "kitchen"]
 
 
 @pytest.mark.parametrize("scope", ["task", "all"])
-def test_novelty_is_a_task_s_own_whatever_the_tips_scope_is(scope: str) -> None:
-    """A state that another task has seen a hundred times may be new here, and the reward is for what is new
-    here.
-    """
-    method = algorithm(memory={"scope": scope})
+def test_novelty_is_counted_per_task_independent_of_the_scope_of_tips(scope: str) -> None:
+    """A state that is known from another task is new in this one."""
+    method = empo2(memory={"scope": scope})
     assert isinstance(method.novelty, NoveltyStore)
     for task in ("one", "other"):
-        trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
+        trace = build_episodes([0.0] * 4, [["start", "kitchen"]] * 4)
         trace.task = Task(key=task, question="q")
         method.assign_advantages(trace)
         assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx([0.01 * 2 / 4] * 4)
@@ -232,26 +209,26 @@ def test_the_shipped_recipes_show_tips() -> None:
 
 def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> None:
     """Counted one after the other, the first of eight equal rollouts would win the group."""
-    trace = played([0.0] * 4, [["start", "kitchen"]] * 4)
-    assert algorithm().assign_advantages(trace).advantages.reason == "no_spread"
+    trace = build_episodes([0.0] * 4, [["start", "kitchen"]] * 4)
+    assert empo2().assign_advantages(trace).advantages.reason == "no_spread"
 
 
 def test_the_intrinsic_reward_falls_with_visits_as_the_released_one_with_retrieved_tips() -> None:
     """That code takes for n - 1 the tips that a query returned, at most 10; it logs the reward and does not
     train on it.
     """
-    given_, expected = vector("intrinsic_reward_code")
+    inputs, expected = load_vector("empo2", "intrinsic_reward_code")
     [key] = HashEmbedder().embed(["a kitchen"])
     found = [
         NoveltyStore().visit("t", [key] * (1 + min(10, number)))[0][-1]
-        for number in given_["similar_entries_in_buffer"]
+        for number in inputs["similar_entries_in_buffer"]
     ]
     np.testing.assert_allclose(found, expected["reward"], atol=1e-6)
 
 
 def test_every_different_action_of_an_episode_is_a_record() -> None:
-    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), count_tokens=len, seed=0)
-    trace = played(
+    hook = tip_hook()
+    trace = build_episodes(
         [7.04, 1.0], [["start", "room"], ["start", "room"]], reflections=["\n Try the door. \nmore", "   "]
     )
     hook.after_group(trace)
@@ -266,7 +243,7 @@ def test_every_different_action_of_an_episode_is_a_record() -> None:
 
 @given(lengths=st.lists(st.integers(1, 60), max_size=12), budget=st.integers(0, 400))
 def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budget: int) -> None:
-    hook = TipHook(MemorySettings(), embedder=HashEmbedder(), count_tokens=len, seed=0)
+    hook = tip_hook()
     key = np.ones(256, np.float32)
     for number, length in enumerate(lengths):
         hook.memory.add("t", key, f"{number}:" + "x" * length, float(-number))
@@ -296,15 +273,11 @@ def test_presets_fill_what_is_not_given() -> None:
 
 
 def test_a_thought_is_no_action_and_no_tip() -> None:
-    assert (
-        record_text("T", action="<think>long</think><action>go  home</action>", score=1.0)
-        == "T Here: go home; final score 1."
-    )
+    action = "<think>long</think><action>go  home</action>"
+    assert record_text("T", action=action, score=1.0) == "T Here: go home; final score 1."
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
-    assert (
-        clean_reflection("<think>hm</think>\nTry left.") == "Try left."
-        and clean_reflection("<think>cut") == ""
-    )
+    assert clean_reflection("<think>hm</think>\nTry left.") == "Try left."
+    assert clean_reflection("<think>cut") == ""
 
 
 RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size=8)
@@ -315,15 +288,15 @@ RETURNS = st.lists(st.sampled_from([-1.0, 0.0, 0.25, 1.0]), min_size=2, max_size
     data=st.data(),
     advantage=st.sampled_from(["group_normalized", "group_centered", "leave_one_out"]),
 )
-def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
+def test_without_a_reward_for_ties_novelty_alone_is_no_signal(
     returns: list[float], data: st.DataObject, advantage: str
 ) -> None:
     rooms = st.lists(st.sampled_from(["hall", "attic", "cellar", "garage"]), min_size=1, max_size=4)
     seen = [data.draw(rooms) for _ in returns]
     settings_ = {"group_size": len(returns), "advantage": advantage, "intrinsic_coefficient": 0.01}
-    paid, unpaid = algorithm(**settings_), algorithm(**settings_, intrinsic_where_tied=False)
+    paid, unpaid = empo2(**settings_), empo2(**settings_, intrinsic_where_tied=False)
     for _ in range(2):  # the second time states are known: they were counted all the same
-        with_pay, without = (one.assign_advantages(played(returns, seen)) for one in (paid, unpaid))
+        with_pay, without = (one.assign_advantages(build_episodes(returns, seen)) for one in (paid, unpaid))
         assert with_pay.measurements["tips/state_visits"] == without.measurements["tips/state_visits"]
         if len(set(returns)) == 1:
             assert not without.advantages.has_signal and not without.advantages.values.any()
@@ -332,41 +305,159 @@ def test_without_pay_for_ties_novelty_never_makes_a_signal_of_its_own(
             np.testing.assert_array_equal(with_pay.advantages.values, without.advantages.values)
 
 
-def test_a_group_with_one_return_is_no_tie_that_pays() -> None:
-    """Faults have no return; what is left of such a group cannot be told apart."""
-    trace = played([0.0, 0.0], [["hall"], ["attic"]])
+def test_a_group_with_one_return_gets_no_reward_for_ties() -> None:
+    """Faults have no return, so the remaining rollout cannot be compared."""
+    trace = build_episodes([0.0, 0.0], [["hall"], ["attic"]])
     trace.leaves[1] = replace(trace.leaves[1], episode_return=None, outcome=Outcome.ENVIRONMENT_FAULT)
-    assert algorithm(intrinsic_where_tied=False).assign_advantages(trace).measurements[
-        "tips/intrinsic_mean"
-    ] == [0.0]
+    result = empo2(intrinsic_where_tied=False).assign_advantages(trace)
+    assert result.measurements["tips/intrinsic_mean"] == [0.0]
 
 
 def test_the_preset_for_small_models_bounds_what_novelty_adds() -> None:
-    """The paper's division by the std makes novelty as large as a success; this leaves it c a state, and 0
-    where returns tie.
+    """The paper's division by the std makes novelty as large as a success. With this preset it is c per
+    state, and 0 if returns tie.
     """
     chosen = validate(Empo2Settings, {"preset": "empo2-centered"})
     assert (chosen.advantage, chosen.intrinsic_where_tied) == ("group_centered", False)
     paper = validate(Empo2Settings, {})
     assert (paper.advantage, paper.intrinsic_where_tied) == ("group_normalized", True)
     tied = [["hall"], ["hall", "attic"], ["hall"], ["hall"]]
-    assert np.abs(algorithm().assign_advantages(played([0.0] * 4, tied)).advantages.values).max() > 1
-    assert (
-        not algorithm(preset="empo2-centered")
-        .assign_advantages(played([0.0] * 4, tied))
-        .advantages.values.any()
-    )
-    found = (
-        algorithm(preset="empo2-centered")
-        .assign_advantages(played([0.0, 0.0, 0.0, 1.0], tied))
-        .advantages.values
-    )
+
+    def values(returns: list[float], **options: Any) -> np.ndarray:
+        return empo2(**options).assign_advantages(build_episodes(returns, tied)).advantages.values
+
+    assert np.abs(values([0.0] * 4)).max() > 1
+    assert not values([0.0] * 4, preset="empo2-centered").any()
+    found = values([0.0, 0.0, 0.0, 1.0], preset="empo2-centered")
     np.testing.assert_allclose(found, [-0.25, -0.25, -0.25, 0.75], atol=0.01 * 2)
 
 
 def test_a_step_that_is_generated_again_counts_no_tip_twice() -> None:
-    method = algorithm()
+    method = empo2()
     assert method.tips is not None
     method.tips.counts["dropped"] += 3  # rollouts of a step that a stop request ends
     method.discard_step()
     assert "counts" not in method.state()[0] and not method.tips.counts
+
+
+def test_a_lost_last_row_does_not_change_a_return() -> None:
+    inputs, expected = load_vector("empo2", "grpo_lost_tail")
+    rewards = [list(map(float, own)) for own in inputs["step_rewards"].values()]
+    assert [sum(own) for own in rewards] == expected["true_returns"]
+    kept = [rewards[0][:-1], *rewards[1:]]
+    used = group_normalized_advantages_per_rollout(returns=[sum(own) for own in kept])
+    assert [sum(own) for own in kept] == expected["returns_used"]
+    np.testing.assert_allclose(used.values, expected["advantage_used"], atol=1e-4)
+    # the tree lacks the last turn, the returns do not
+    trace = build_episodes([sum(own) for own in rewards], [["x"] * len(own) for own in kept])
+    for (_, path), own in zip(trace.rollouts(), kept, strict=True):
+        for node, reward in zip([node for node in path if node.trainable], own, strict=True):
+            node.reward = reward
+    credit = empo2(intrinsic_coefficient=0.0).assign_advantages(trace)
+    np.testing.assert_allclose(credit.advantages.values, expected["true_advantage"], atol=1e-4)
+    for (_, path), value in zip(trace.rollouts(), expected["true_advantage"], strict=True):
+        for node in (node for node in path if node.trainable):
+            assert node.credit == (pytest.approx(value, abs=1e-4),)
+
+
+def test_an_episode_writes_one_record_for_every_different_action() -> None:
+    """With the whole chat as the key; where the state is the key, the same action elsewhere is another
+    record.
+    """
+    inputs, expected = load_vector("empo2", "memory_write_amplification")
+    observations = ["hall", "kitchen", "kitchen", "yard"]
+    for state_key, same_room, num_records in (
+        ("chat", False, 3),
+        ("observation", True, 3),
+        ("observation", False, 4),
+    ):
+        hook = tip_hook(state_key=state_key)
+        rooms = observations if same_room else ["hall", "kitchen", "cellar", "yard"]
+        texts = {"reflections": [inputs["tip"]], "actions": inputs["actions"]}
+        hook.after_group(build_episodes([inputs["episode_return"]], [rooms], **texts))
+        tips = hook.memory.tips("t")
+        assert len(tips) == num_records
+        # not rounded: returns may lie in [0, 1]
+        assert {tip.score for tip in tips} == {inputs["episode_return"]}
+        assert {round(tip.score, 1) for tip in tips} == {expected["stored_score"]}
+    assert expected["unique_entries"] == 3
+
+
+@pytest.mark.parametrize(("num_actions", "name"), [(31, "31_unique_actions"), (2, "2_actions")])
+def test_the_number_of_steps_until_a_buffer_is_full(num_actions: int, name: str) -> None:
+    inputs, expected = load_vector("empo2", "memory_write_amplification")
+    hook = tip_hook(capacity=inputs["capacity"])
+    num_episodes = inputs["group"]
+    observations = [[f"room {turn}" for turn in range(num_actions)]] * num_episodes
+    reflections = [f"tip {number}" for number in range(num_episodes)]
+    hook.after_group(build_episodes([0.0] * num_episodes, observations, reflections=reflections))
+    episodes_an_iteration = inputs["batch_tasks"] * inputs["group"] / inputs["variations"]
+    assert episodes_an_iteration == expected["episodes_per_variation_per_iteration"]
+    records_an_iteration = hook.memory.num_added("t") / num_episodes * episodes_an_iteration
+    assert hook.memory.capacity / records_an_iteration == pytest.approx(
+        expected[f"iterations_to_fill_if_{name}"], abs=1e-4
+    )
+
+
+# Novelty by random network distillation
+
+KNOWN = [["start", "kitchen"]] * 4
+
+
+def intrinsic(trace: Trace) -> list[float]:
+    return [leaf.intrinsic for leaf, _ in trace.rollouts()]
+
+
+def test_the_default_counts() -> None:
+    assert validate(Empo2Settings, {}).novelty == "count"
+    assert isinstance(empo2().novelty, NoveltyStore)
+
+
+def test_the_intrinsic_return_is_the_coefficient_times_the_scaled_errors() -> None:
+    method, twin = (empo2(novelty="rnd", intrinsic_coefficient=0.5) for _ in range(2))
+    states = [["start", "kitchen"], ["start", "kitchen"], ["start", "kitchen"], ["start", "garden"]]
+    trace = build_episodes([0.0] * 4, states)
+    result = method.assign_advantages(trace)
+    assert isinstance(twin.novelty, RandomDistillation)
+    texts = [text for own in states for text in own]
+    errors = np.array(twin.novelty.errors(list(HashEmbedder().embed(texts))))
+    worth = (errors / np.sqrt((errors**2).mean())).reshape(4, 2).sum(axis=1)
+    assert intrinsic(trace) == pytest.approx(list(0.5 * worth))
+    assert result.measurements["tips/novelty_error"] == pytest.approx(list(errors))
+    assert declared_metric("tips/novelty_error") and "tips/state_visits" not in result.measurements
+    assert result.advantages.has_signal and len(set(intrinsic(trace))) == 2
+
+
+def test_a_new_room_is_worth_more_than_those_where_all_have_been() -> None:
+    method = empo2(novelty="rnd")
+    first = build_episodes([0.0] * 4, KNOWN)
+    method.assign_advantages(first)
+    for _ in range(30):
+        method.assign_advantages(build_episodes([0.0] * 4, KNOWN))
+    trace = build_episodes([0.0] * 4, [["start", "kitchen"]] * 3 + [["start", "garden"]])
+    advantages = method.assign_advantages(trace).advantages.values
+    assert intrinsic(trace)[0] < 0.05 * intrinsic(first)[0] and intrinsic(trace)[3] > 20 * intrinsic(trace)[0]
+    assert advantages[3] > 0 > advantages[0]
+
+
+def test_equal_rollouts_are_a_tie_and_the_predictor_also_learns_without_a_reward_for_ties() -> None:
+    result = empo2(novelty="rnd").assign_advantages(build_episodes([0.0] * 4, KNOWN))
+    assert result.advantages.reason == "no_spread"
+    states = [["start", "kitchen"]] * 3 + [["start", "garden"]]
+    paid, unpaid = empo2(novelty="rnd"), empo2(novelty="rnd", intrinsic_where_tied=False)
+    for _ in range(3):
+        seen, unseen = (one.assign_advantages(build_episodes([0.0] * 4, states)) for one in (paid, unpaid))
+        assert seen.measurements["tips/novelty_error"] == unseen.measurements["tips/novelty_error"]
+        assert seen.advantages.has_signal and not unseen.advantages.has_signal
+
+
+def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
+    whole, first, second = (empo2(novelty="rnd") for _ in range(3))
+    for one in (whole, first):
+        one.assign_advantages(build_episodes([0.0] * 4, KNOWN))
+    second.restore(*first.state())
+    states = [["start", "attic"], ["start"], ["start", "attic"], ["start", "kitchen"]]
+    traces = [build_episodes([0.0, 1.0, 0.0, 0.0], states) for _ in range(2)]
+    for one, trace in zip((whole, second), traces, strict=True):
+        one.assign_advantages(trace)
+    assert intrinsic(traces[0]) == intrinsic(traces[1])

@@ -101,15 +101,20 @@ def test_the_benchmark_s_means_are_those_of_the_loss(kind: Aggregation, mean: st
     enumeration.
     """
     tree = bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)
-    lengths = tree.is_trainable.sum(axis=1)
-    assert set(lengths.tolist()) == {1, 2, 3}
-    expected = np.zeros_like(tree.logits)
+    lengths = tree.is_trainable.sum(axis=1).tolist()
+    assert set(lengths) == {1, 2, 3}
+    weights = {}  # of a token of each path, by the lengths of both
+    for first, second in itertools.product((1, 2, 3), repeat=2):
+        index = torch.tensor([0] * first + [1] * second)
+        tokens = token_weights(kind=kind, rollout_index=index, num_rollouts=2, dtype=torch.float64)
+        weights[first, second] = tokens.numpy()[[0, -1]]
+    coefficients = np.zeros(tree.returns.size)  # of the score of each path
     for pair in itertools.product(range(tree.returns.size), repeat=2):
         paths = list(pair)
-        index = torch.tensor([0] * int(lengths[paths[0]]) + [1] * int(lengths[paths[1]]))
-        weights = token_weights(kind=kind, rollout_index=index, num_rollouts=2, dtype=torch.float64).numpy()
-        credit = leave_one_out_advantages_per_rollout(returns=tree.returns[paths]).values * weights[[0, -1]]
-        expected += tree.path_probabilities[paths].prod() * np.tensordot(credit, tree.scores[paths], axes=1)
+        values = leave_one_out_advantages_per_rollout(returns=tree.returns[paths]).values
+        values = values * weights[lengths[paths[0]], lengths[paths[1]]]
+        np.add.at(coefficients, paths, tree.path_probabilities[paths].prod() * values)
+    expected = np.tensordot(coefficients, tree.scores, axes=1)
     found = bias.expected_gradient(tree, bias.leave_one_out(tree), group_size=2, mean=mean)
     np.testing.assert_allclose(found, expected, atol=1e-12)
 

@@ -1,9 +1,9 @@
-"""GiGPO's formulas: the released code's numbers, a numpy reference that loops over the definition, and rules
-for every group.
-"""
+"""GiGPO: the released code's numbers, a numpy reference, rules for every group, and groups built by hand."""
 
 import math
+import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import permutations
 from typing import Any
@@ -13,59 +13,166 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.algorithms.base import GroupAdvantages
 from outrider.algorithms.gigpo import (
+    Gigpo,
+    GigpoSettings,
     anchor_groups,
     discounted_returns_per_turn,
     episode_advantages_per_turn,
+    reward_without_step,
     step_advantages_per_turn,
+    step_returns,
 )
-from tests.algorithms.gigpo_groups import (
-    LARGE,
-    LARGE_EXPECTED,
-    LARGE_GROUPS,
-    LARGE_SCORES,
-    LARGE_STEP_SCORES,
-    LARGE_ZERO,
-    SMALL,
-    SMALL_EXPECTED,
-    SMALL_RETURNS,
-    Episode,
-    credited,
-    flat,
-)
+from outrider.config import to_toml, validate
+from outrider.errors import ConfigError
+from outrider.trace import Node, Trace, policy_turns
+from outrider.types import Origin
+from tests.algorithms.builders import add_node, finish, new_trace
+from tests.vectors import load_vector, load_vectors
+
+CASES = load_vectors("gigpo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """``states[t]`` is the observation that turn t acted on; ``extra`` is the part of the return that no step
+    reward contains.
+    """
+
+    states: Sequence[str]
+    rewards: Sequence[float]
+    invalid: Sequence[bool] = ()
+    extra: float = 0.0
+
+    @property
+    def episode_return(self) -> float:
+        return math.fsum(self.rewards) + self.extra
+
+    def is_invalid(self, turn: int) -> bool:
+        return bool(self.invalid) and self.invalid[turn]
+
+
+def build(episodes: Sequence[Episode]) -> tuple[Trace, list[list[Node]]]:
+    """Return the group of these episodes, and the policy nodes of each, which have two tokens."""
+    trace = new_trace()
+    prompts: dict[str, Node] = {}
+    turns: list[list[Node]] = []
+    for rollout, episode in enumerate(episodes):
+        turns.append([])
+        node = None if episode.states else add_node(trace, None, Origin.PROMPT, "nothing")
+        for turn, (state, reward) in enumerate(zip(episode.states, episode.rewards, strict=True)):
+            if node is not None:
+                node = add_node(trace, node, Origin.ENVIRONMENT, state)
+            else:
+                if state not in prompts:
+                    prompts[state] = add_node(trace, None, Origin.PROMPT, state)
+                node = prompts[state]
+            metadata = {"invalid": episode.is_invalid(turn)}
+            node = add_node(
+                trace,
+                node,
+                Origin.POLICY,
+                f"{rollout}/{turn}",
+                num_tokens=2,
+                reward=reward,
+                metadata=metadata,
+            )
+            turns[-1].append(node)
+        finish(trace, node, episode.episode_return)
+    return trace, turns
+
+
+def assign(episodes: Sequence[Episode], **options: Any) -> tuple[list[list[float]], GroupAdvantages]:
+    """Return the advantage of every turn, and the result of the algorithm."""
+    trace, turns = build(episodes)
+    result = Gigpo(validate(GigpoSettings, options)).assign_advantages(trace)
+    values = []
+    for own in turns:
+        values.append([node.credit[0] for node in own if node.credit is not None])
+        assert all(node.credit == (value,) * 2 for node, value in zip(own, values[-1], strict=True))
+    return values, result
+
+
+def flat(values: Sequence[Sequence[float]]) -> list[float]:
+    return [value for own in values for value in own]
+
+
+def episodes_of(name: str) -> list[Episode]:
+    return [Episode(**episode) for episode in CASES[name]["inputs"]["episodes"]]
+
+
+SMALL = episodes_of("gigpo.worked_group")
 
 
 @pytest.mark.parametrize("normalization", ["none", "std"])
 def test_small_vector(normalization: Any) -> None:
-    expected = SMALL_EXPECTED[normalization]
+    everything = CASES["gigpo.worked_group"]["expected"]
+    expected = everything[normalization]
     returns = flat([discounted_returns_per_turn(episode.rewards, gamma=0.95) for episode in SMALL])
-    assert returns == pytest.approx(SMALL_RETURNS, abs=1e-12)
+    assert returns == pytest.approx(everything["discounted_returns"], abs=1e-12)
     scores = [episode.episode_return for episode in SMALL for _ in episode.states]
     episode_part = episode_advantages_per_turn(scores, population=scores, normalization=normalization)
     groups = anchor_groups([state for episode in SMALL for state in episode.states])
     step_part = step_advantages_per_turn(returns, groups=groups, normalization=normalization)
     assert episode_part.tolist() == pytest.approx(expected["episode"], abs=1e-6)
     assert step_part.tolist() == pytest.approx(expected["step"], abs=1e-6)
-    values, _ = credited(SMALL, normalization=normalization, episode_statistics="turns")
+    values, _ = assign(SMALL, normalization=normalization, episode_statistics="turns")
     assert flat(values) == pytest.approx(expected["joint"], abs=1e-6)
 
 
 @pytest.mark.parametrize("normalization", ["none", "std"])
 def test_released_vector(normalization: Any) -> None:
-    expected = LARGE_EXPECTED[normalization]
-    groups = anchor_groups([state for episode in LARGE for state in episode.states])
-    assert groups == LARGE_GROUPS
-    step_part = step_advantages_per_turn(LARGE_STEP_SCORES, groups=groups, normalization=normalization)
+    inputs, everything = load_vector("gigpo", "gigpo.adv.verl_agent")
+    expected, large = everything[normalization], episodes_of("gigpo.adv.verl_agent")
+    groups = anchor_groups([state for episode in large for state in episode.states])
+    assert groups == everything["groups"]
+    step_part = step_advantages_per_turn(inputs["step_scores"], groups=groups, normalization=normalization)
     assert step_part.tolist() == pytest.approx(expected["step"], abs=1e-9)
-    scores = flat(LARGE_SCORES)
-    for name, population in (("over_turns", scores), ("over_first_turns", [own[0] for own in LARGE_SCORES])):
+    scores, first = flat(inputs["scores"]), [own[0] for own in inputs["scores"]]
+    for name, population in (("over_turns", scores), ("over_first_turns", first)):
         episode_part = episode_advantages_per_turn(scores, population=population, normalization=normalization)
         assert episode_part.tolist() == pytest.approx(expected[name], abs=1e-9)
-    chosen = {"normalization": normalization, "episode_statistics": "turns", "invalid_penalty": 0.1}
-    values, _ = credited(LARGE, **chosen)
-    assert flat(values) == pytest.approx(expected["joint"], abs=1e-9)
-    zeros, credit = credited(LARGE_ZERO, **chosen)
-    assert flat(zeros) == [0.0] * 5 and credit.advantages.reason == "no_spread"
+    options = {"normalization": normalization, "episode_statistics": "turns", "invalid_penalty": 0.1}
+    assert flat(assign(large, **options)[0]) == pytest.approx(expected["joint"], abs=1e-9)
+    zeros, result = assign(episodes_of("gigpo.adv.verl_agent.no_spread"), **options)
+    assert flat(zeros) == [0.0] * 5 and result.advantages.reason == "no_spread"
+
+
+@pytest.mark.parametrize(
+    ("name", "normalization", "statistics"),
+    [
+        ("mean_norm", "none", "turns"),
+        ("mean_std_norm", "std", "turns"),
+        ("mean_norm_trajectory_stats", "none", "rollouts"),
+    ],
+)
+def test_vector_of_empo2_over_turns_and_over_trajectories(
+    name: str, normalization: Any, statistics: str
+) -> None:
+    inputs, everything = load_vector("empo2", "gigpo")
+    expected = everything[name]
+    episodes = [Episode(states=one["s"], rewards=[*map(float, one["r"])]) for one in inputs["trajectories"]]
+    returns = flat([discounted_returns_per_turn(one.rewards, gamma=inputs["gamma"]) for one in episodes])
+    np.testing.assert_allclose(returns, expected["discounted_return"], atol=1e-4)
+    options = {"gamma": inputs["gamma"], "normalization": normalization, "episode_statistics": statistics}
+    whole, episode_part = (
+        flat(assign(episodes, step_weight=weight, **options)[0]) for weight in (inputs["omega"], 0.0)
+    )
+    np.testing.assert_allclose(whole, expected["A"], atol=1e-4)
+    np.testing.assert_allclose(episode_part, expected["A_E"], atol=1e-4)
+    np.testing.assert_allclose(np.subtract(whole, episode_part), expected["A_S"], atol=1e-4)
+
+
+def test_statistics_over_turns_favour_long_episodes() -> None:
+    """The earlier form of EMPO²'s released code is ``episode_statistics = "turns"``."""
+    inputs, expected = load_vector("empo2", "grpo_row_level_bias")
+    rows = np.repeat(inputs["returns"], inputs["turns"])
+    found = episode_advantages_per_turn(inputs["returns"], population=rows, normalization="std")
+    np.testing.assert_allclose(found, expected["advantage_per_rollout"], atol=1e-4)
+    returns = inputs["returns"]
+    ours = episode_advantages_per_turn(returns, population=returns, normalization="std")
+    np.testing.assert_allclose(ours, expected["rollout_level_for_comparison"], atol=1e-4)
 
 
 def reference(
@@ -123,7 +230,7 @@ def groups_of_episodes(draw: st.DrawFn, states: Sequence[str] = ("a", "b", "c"))
 def test_numpy_reference(
     episodes: list[Episode], gamma: float, omega: float, normalization: str, penalty: float, over_turns: bool
 ) -> None:
-    values, credit = credited(
+    values, result = assign(
         episodes, gamma=gamma, step_weight=omega, normalization=normalization, invalid_penalty=penalty,
         episode_statistics="turns" if over_turns else "rollouts",
     )  # fmt: skip
@@ -131,8 +238,8 @@ def test_numpy_reference(
         episodes, gamma=gamma, omega=omega, std=normalization == "std", penalty=penalty, over_turns=over_turns
     )  # fmt: skip
     np.testing.assert_allclose(flat(values), flat(expected), rtol=1e-7, atol=1e-9)
-    assert credit.advantages.has_signal is any(value != 0.0 for value in flat(values))
-    assert (credit.advantages.reason is None) is credit.advantages.has_signal
+    assert result.advantages.has_signal is any(value != 0.0 for value in flat(values))
+    assert (result.advantages.reason is None) is result.advantages.has_signal
 
 
 @given(
@@ -143,21 +250,14 @@ def test_numpy_reference(
 def test_the_order_of_the_rollouts_changes_no_bit(
     episodes: list[Episode], order: Any, similarity: Any, normalization: str, statistics: str
 ) -> None:
-    chosen = {
-        "similarity": similarity,
-        "normalization": normalization,
-        "episode_statistics": statistics,
-        "invalid_penalty": 0.1,
-    }
+    options = {"similarity": similarity, "normalization": normalization, "episode_statistics": statistics}
     permutation = list(range(len(episodes)))
     order.shuffle(permutation)
-    base, credit = credited(episodes, **chosen)
-    moved, other = credited([episodes[index] for index in permutation], **chosen)
+    base, result = assign(episodes, invalid_penalty=0.1, **options)
+    moved, other = assign([episodes[index] for index in permutation], invalid_penalty=0.1, **options)
     assert moved == [base[index] for index in permutation]
-    assert other.advantages.values.tolist() == [
-        credit.advantages.values.tolist()[index] for index in permutation
-    ]
-    for name, values in credit.measurements.items():
+    assert other.advantages.values.tolist() == result.advantages.values[permutation].tolist()
+    for name, values in result.measurements.items():
         assert sorted(other.measurements[name]) == sorted(values)
 
 
@@ -176,10 +276,28 @@ def test_distinct_anchors_leave_the_episode_part_and_a_common_start_counts_twice
         )
         for n, e in enumerate(episodes)
     ]
-    values, credit = credited(alone, gamma=1.0, step_weight=omega, normalization=normalization)
-    for own, of_episode in zip(values, credit.advantages.values, strict=True):
+    values, result = assign(alone, gamma=1.0, step_weight=omega, normalization=normalization)
+    for own, of_episode in zip(values, result.advantages.values, strict=True):
         assert own[0] == pytest.approx((1.0 + omega) * of_episode, abs=1e-9)
         assert own[1:] == [of_episode] * (len(own) - 1)
+
+
+@pytest.mark.parametrize("statistics", ["rollouts", "turns"])
+def test_a_rollout_that_a_fault_ended_changes_no_bit_of_the_others(statistics: str) -> None:
+    algorithm = Gigpo(validate(GigpoSettings, {"episode_statistics": statistics}))
+    base, turns = build(SMALL)
+    trace, others = build(SMALL)
+    lost = add_node(trace, 0, Origin.POLICY, "lost", reward=99.0)
+    finish(trace, lost, None)
+    plain, result = algorithm.assign_advantages(base), algorithm.assign_advantages(trace)
+    assert [node.credit for own in others for node in own] == [node.credit for own in turns for node in own]
+    assert lost.credit is None and trace.leaves[3].advantage is None
+    assert result.advantages.values.tolist() == [*plain.advantages.values.tolist(), 0.0]
+    assert result.advantages.assigned.tolist() == [True, True, True, False]
+    assert result.measurements == plain.measurements
+    empty = new_trace()
+    finish(empty, None, None)
+    assert algorithm.assign_advantages(empty).advantages.reason == "unscorable"
 
 
 def test_gamma_at_its_ends_and_what_raises() -> None:
@@ -265,3 +383,134 @@ def test_long_texts_are_compared_whole() -> None:
     for wrong in (0.0, 1.1, math.nan):
         with pytest.raises(ValueError, match="similarity"):
             anchor_groups([one], similarity=wrong)
+
+
+# Groups built by hand
+
+
+def test_the_anchor_is_the_newest_text_of_the_environment() -> None:
+    trace = new_trace()
+    node = add_node(trace, None, Origin.PROMPT, "question")
+    script = [
+        (Origin.MEMORY, "tip"), (Origin.POLICY, "one"), (Origin.ENVIRONMENT, "door"), (Origin.MEMORY, "tip"),
+        (Origin.POLICY, "two"), (Origin.ENVIRONMENT, ""), (Origin.POLICY, "three"), (Origin.BUFFER, "shown"),
+        (Origin.POLICY, "four"), (Origin.BUFFER, "done"), (Origin.POLICY, "five"),
+    ]  # fmt: skip
+    for origin, text in script:
+        node = add_node(trace, node, origin, text)
+        if text == "done":  # a retrieved step that was executed: its observation is of this environment
+            node.metadata["num_tool_calls"] = 1
+    found = [(turn.node.message.content, turn.observation) for turn in policy_turns(trace.path(node.node_id))]
+    expected = ["question", "door", "door", "door", "done"]
+    assert found == list(zip(["one", "two", "three", "four", "five"], expected, strict=True))
+
+
+def test_a_retrieved_step_takes_one_step_of_time_and_its_reward_belongs_to_earlier_turns() -> None:
+    trace = new_trace()
+    node = add_node(trace, None, Origin.PROMPT)
+    steps = [(Origin.POLICY, 0.0), (Origin.BUFFER, 0.5), (Origin.POLICY, 1.0), (Origin.BUFFER, 0.25)]
+    for origin, reward in steps:
+        node = add_node(trace, node, origin, reward=reward)
+    path = trace.path(node.node_id)
+    # 0.25 + 0.25 + 0.03125 and 1 + 0.125
+    assert step_returns(path, episode_return=1.75, gamma=0.5) == [0.53125, 1.125]
+    # 2 more on the last policy turn
+    assert step_returns(path, episode_return=3.75, gamma=0.5) == [1.03125, 3.125]
+    assert step_returns(path[:1], episode_return=1.0, gamma=0.5) == []
+
+
+def test_the_return_that_no_step_reward_contains_is_added_to_the_last_turn_and_measured() -> None:
+    paid_at_the_end = [
+        Episode(states=("s", "x"), rewards=(0.0, 0.0), extra=1.0),
+        Episode(states=("s", "y"), rewards=(0.5, 0.0), extra=-0.5),
+    ]
+    trace, turns = build(paid_at_the_end)
+    (_, first), (_, second) = trace.rollouts()
+    assert step_returns(first, episode_return=1.0, gamma=0.5) == [0.5, 1.0]
+    assert step_returns(second, episode_return=0.0, gamma=0.5) == [0.25, -0.5]
+    assert reward_without_step(second, episode_return=0.0) == -0.5
+    result = Gigpo(validate(GigpoSettings, {"gamma": 0.5})).assign_advantages(trace)
+    assert result.measurements["gigpo/reward_without_step_abs"] == [1.0, 0.5]
+    assert turns[0][0].credit == pytest.approx((0.5 + 0.125,) * 2)
+    assert turns[1][1].credit == pytest.approx((-0.5,) * 2)
+
+
+def test_the_measurements_of_a_small_group() -> None:
+    _, result = assign(SMALL)
+    found = {name.removeprefix("gigpo/"): values for name, values in result.measurements.items()}
+    assert found["anchor_group_size"] == [3.0, 3.0, 2.0, 1.0]
+    assert found["share_alone"] == [0.0] * 6 + [1.0] + [0.0] * 2
+    # statistics over one return per rollout
+    expected = [10.0 / 3.0] * 3 + [20.0 / 3.0] * 4 + [10.0 / 3.0] * 2
+    assert found["episode_advantage_abs"] == pytest.approx(expected)
+    step = CASES["gigpo.worked_group"]["expected"]["none"]["step"]
+    assert found["step_advantage_abs"] == pytest.approx([abs(value) for value in step], abs=1e-6)
+    assert result.advantages.values.tolist() == pytest.approx([10.0 / 3.0, -20.0 / 3.0, 10.0 / 3.0])
+
+
+def test_the_step_part_alone_is_a_signal() -> None:
+    """Equal returns: the quicker rollout is preferred, and in a rollout that returns to a state, its last
+    action there.
+    """
+    both = [Episode(states=("s",), rewards=(1.0,)), Episode(states=("s", "x"), rewards=(0.0, 1.0))]
+    values, result = assign(both, gamma=0.9, step_weight=2.0)
+    assert values == [pytest.approx([0.1]), pytest.approx([-0.1, 0.0])]
+    assert result.advantages.values.tolist() == [0.0, 0.0]
+    assert result.advantages.has_signal and result.advantages.reason is None
+    values, result = assign([Episode(states=("s", "x", "x"), rewards=(0.0, 0.0, 1.0))])
+    assert values == [pytest.approx([0.0, -0.025, 0.025])]
+    assert result.advantages.has_signal and result.advantages.reason is None
+
+
+def test_no_signal_has_a_reason_and_a_rollout_without_a_turn_counts_in_the_episode_part_only() -> None:
+    same, silent = Episode(states=("s",), rewards=(1.0,)), Episode(states=(), rewards=(), extra=1.0)
+    nothing = Episode(states=(), rewards=())
+    for episodes, reason in (
+        ([same, same], "no_spread"),
+        ([same], "singleton"),
+        ([silent, nothing], "no_spread"),
+    ):
+        values, result = assign(episodes)
+        assert flat(values) == [0.0] * sum(len(episode.states) for episode in episodes)
+        assert (result.advantages.has_signal, result.advantages.reason) == (False, reason)
+    values, result = assign([Episode(states=(), rewards=(), extra=-1.0), same])
+    assert values == [[], [1.0]] and result.advantages.values.tolist() == [-1.0, 1.0]
+
+
+def test_shared_and_assigned_nodes_are_errors_before_anything_is_written() -> None:
+    trace = new_trace()
+    shared = add_node(trace, add_node(trace, None, Origin.PROMPT), Origin.POLICY)
+    for rollout in range(2):
+        finish(trace, add_node(trace, shared, Origin.POLICY, str(rollout)), float(rollout))
+    algorithm = Gigpo(validate(GigpoSettings, {}))
+    with pytest.raises(ValueError, match=f"node {shared.node_id} already has"):
+        algorithm.assign_advantages(trace)
+    assert all(node.credit is None for node in trace.nodes)
+    group, _ = build(SMALL)
+    algorithm.assign_advantages(group)
+    with pytest.raises(ValueError, match="already has"):
+        algorithm.assign_advantages(group)
+
+
+def test_settings() -> None:
+    chosen = validate(GigpoSettings, {})
+    expected: dict[str, Any] = {
+        "gamma": 0.95, "step_weight": 1.0, "normalization": "none", "similarity": "exact",
+        "advantage": "group_centered", "episode_statistics": "rollouts", "invalid_penalty": 0.0,
+    }  # fmt: skip
+    assert chosen.model_dump() == chosen.model_dump() | expected
+    with_std = validate(GigpoSettings, {"normalization": "std", "similarity": 0.95})
+    assert with_std.advantage == "group_normalized"
+    for one in (chosen, with_std):
+        # as a run directory saves it
+        assert validate(GigpoSettings, tomllib.loads(to_toml(one.model_dump()))) == one
+    with pytest.raises(ConfigError, match="contradicts normalization"):
+        validate(GigpoSettings, {"advantage": "leave_one_out"})
+    wrong_options: list[dict[str, Any]] = [
+        {"similarity": 0.0}, {"similarity": "near"}, {"gamma": 1.1}, {"normalization": "mean"},
+        {"step_weight": -1.0},
+    ]  # fmt: skip
+    for wrong in wrong_options:
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            validate(GigpoSettings, wrong)
+    assert Gigpo(validate(GigpoSettings, {"group_size": 3})).modes == ("on_policy",) * 3

@@ -65,7 +65,7 @@ def test_what_is_written_and_reported() -> None:
     assert token_advantages([trace]).size == 0 and trace.leaves[0].advantage == 0.0
     faults = Rejection(validate(RejectionSettings, {})).assign_advantages(build_trace([Rollout(value=None)]))
     assert faults.advantages.reason == "unscorable" and not any(faults.measurements.values())
-    with pytest.raises(ValueError, match="already has credit"):
+    with pytest.raises(ValueError, match="already has an advantage"):
         kept(credited_trace)
 
 
@@ -115,11 +115,11 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"advantage": "leave_one_out"}, "leave advantage out"),
+        ({"advantage": "leave_one_out"}, "remove advantage"),
         ({"aggregation": "sequence_mean_token_mean"}, "token_mean"),
-        ({"keep": "best", "max_kept": 2}, "leave max_kept out"),
+        ({"keep": "best", "max_kept": 2}, "remove max_kept"),
         ({"group_size": 1}, "group_size"),
-        ({"positive_nll": 0.1}, "leave positive_nll out"),
+        ({"positive_nll": 0.1}, "remove positive_nll"),
     ],
     ids=str,
 )

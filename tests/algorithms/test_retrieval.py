@@ -1,18 +1,29 @@
-"""RAPO's formulas on cases worked by hand, and that every switch is neutral when off."""
+"""RAPO's formulas, settings and measures on cases worked by hand."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from outrider.algorithms.advantages import group_normalized_advantages_per_rollout
+from outrider.algorithms.entropy_branching import BranchHook, BranchSettings
+from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.retrieval import (
     RetrievalAdvantageSettings,
+    RetrievalHook,
+    RetrievalSettings,
     combined_advantages_per_rollout,
+    retrieval_reward,
     retrieval_reward_per_rollout,
+    scheduled_probability,
     step_entropy_per_step,
 )
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.trace import Trace
+from outrider.types import Origin
+from tests.algorithms.builders import add_node, finish, new_trace
 
+BUFFER = cast(StepTraceBuffer, object())
 BEFORE, AFTER = [2.0, 0.5], [1.0, 1.0]  # changes 1/2 and -1; gains tanh(1) and tanh(-2)
 TANH1, TANH2 = 0.7615941559557649, 0.9640275800758169
 
@@ -20,8 +31,9 @@ TANH1, TANH2 = 0.7615941559557649, 0.9640275800758169
 def test_step_entropy_is_the_mean_over_generated_tokens() -> None:
     assert step_entropy_per_step([1.0, 2.0, 0.0]) == 1.0
     assert step_entropy_per_step([-1e-8]) == 0.0
-    for wrong in ([], [-0.1], [math.nan], [math.inf]):
-        with pytest.raises(ValueError):
+    assert step_entropy_per_step([-1e-5, 1.0]) == 0.5  # below 0 by rounding
+    for wrong in ([], [-1.1e-5], [math.nan], [math.inf]):
+        with pytest.raises(ValueError, match="entropy"):
             step_entropy_per_step(wrong)
 
 
@@ -44,8 +56,16 @@ def test_two_retrievals_by_hand() -> None:
     ],
 )
 def test_ablations_by_hand(switch: dict[str, Any], expected: float) -> None:
+    """The formula, and the reward of a rollout with these settings."""
     reward = retrieval_reward_per_rollout(entropies_before=BEFORE, entropies_after=AFTER, **switch)
     assert reward.value == pytest.approx(expected, abs=1e-12)
+    trace = new_trace()
+    node = add_node(trace, None, Origin.PROMPT)
+    for before, after in zip(BEFORE, AFTER, strict=True):
+        node = add_node(trace, node, Origin.POLICY, entropies=[before])
+        node = add_node(trace, add_node(trace, node, Origin.BUFFER), Origin.POLICY, entropies=[after])
+    found = retrieval_reward(trace.path(node.node_id), RapoSettings(**switch))
+    assert found.value == pytest.approx(expected, abs=1e-12)
 
 
 def test_without_retrieval_and_cut_before_the_next_step() -> None:
@@ -68,18 +88,6 @@ def test_zero_entropy_before_is_defined_and_counted() -> None:
     assert flipped.value == pytest.approx(-1000.0)
 
 
-def test_combinations_without_meaning_raise() -> None:
-    switches: list[dict[str, Any]] = [
-        {"quality": False, "timing": "none"},
-        {"quality": False, "sign": "increase"},
-    ]
-    for switch in switches:
-        with pytest.raises(ValueError):
-            RetrievalAdvantageSettings(**switch)
-    with pytest.raises(ValueError):
-        retrieval_reward_per_rollout(entropies_before=[1.0], entropies_after=[])
-
-
 @pytest.mark.parametrize(
     ("rewards", "reason"),
     [([0.0] * 4, "no_spread"), ([0.3] * 4, "no_spread"), ([0.3], "singleton"), ([None], "unscorable")],
@@ -100,8 +108,114 @@ def test_factor_can_turn_the_sign_only_in_large_groups() -> None:
         assert bool((factors < 0.0).any()) is turns
 
 
-def test_an_entropy_may_be_below_zero_by_rounding_alone() -> None:
-    assert step_entropy_per_step([-1e-5, 1.0]) == 0.5
-    for wrong in (-1.1e-5, math.inf, math.nan):
-        with pytest.raises(ValueError, match="not an entropy"):
-            step_entropy_per_step([wrong])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (RetrievalAdvantageSettings, {"quality": False, "timing": "none"}),
+        (RetrievalAdvantageSettings, {"quality": False, "sign": "increase"}),
+        (RetrievalSettings, {"mode": "execute", "level": "segment"}),
+        (RetrievalSettings, {"mode": "execute", "level": "trajectory"}),
+        (RapoSettings, {"group_size": 8, "branch": {"first_wave": 8}}),  # no room for forks
+        (RapoSettings, {"branch": {"first_wave": 4, "attribution": "hard"}}),  # with a ratio_weight
+    ],
+)
+def test_settings_without_meaning_are_errors(kind: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        kind.model_validate(options)
+
+
+def test_settings_next_to_those_errors_are_valid() -> None:
+    full, hard = BranchSettings(first_wave=8), BranchSettings(first_wave=4, attribution="hard")
+    RetrievalSettings(mode="execute")
+    RetrievalSettings(level="segment")
+    RapoSettings(group_size=9, branch=full)
+    RapoSettings(group_size=8, branch=full.model_copy(update={"pre_monitor": True}))
+    RapoSettings(ratio_weight=0.0, aggregation="token_mean", branch=hard)
+    with pytest.raises(ValueError):
+        retrieval_reward_per_rollout(entropies_before=[1.0], entropies_after=[])
+
+
+def test_the_hooks_get_the_run_s_settings() -> None:
+    settings = RapoSettings(group_size=8, num_hybrid=3, ratio_weight=0.0, branch=BranchSettings(first_wave=4))
+    rapo = Rapo(settings, buffer=BUFFER, num_training_steps=7, vocabulary_size=50, every_action=True)
+    retrieval, branch = rapo.hooks
+    assert isinstance(retrieval, RetrievalHook) and isinstance(branch, BranchHook)
+    assert retrieval.buffer is BUFFER
+    assert (retrieval.settings, retrieval.num_training_steps) == (settings.retrieval, 7)
+    assert (branch.settings, branch.group_size, branch.vocabulary_size, branch.every_action) == (
+        settings.branch,
+        8,
+        50,
+        True,
+    )
+    assert rapo.modes == ("on_policy",) * 5 + ("hybrid",) * 3 == rapo.modes_of(0, 0)
+    assert rapo.objective is settings
+
+
+def test_without_hybrid_rollouts_or_a_buffer_nothing_is_retrieved() -> None:
+    assert Rapo(RapoSettings(num_hybrid=0), buffer=BUFFER, num_training_steps=1).hooks == ()
+    assert Rapo(RapoSettings(num_hybrid=8), buffer=None, num_training_steps=1).hooks == ()
+    (hook,) = Rapo(RapoSettings(num_hybrid=1), buffer=BUFFER, num_training_steps=1).hooks
+    assert isinstance(hook, RetrievalHook)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", (0.75, 0.625, 0.5, 0.25)), ("cosine", (0.75, 0.6767766952966369, 0.5, 0.25))],
+)
+def test_a_schedule_moves_from_the_first_step_to_the_last(schedule: str, expected: tuple[float, ...]) -> None:
+    """The second step of five is a quarter of the way: (1 - cos(pi / 4)) / 2 of it for the cosine."""
+    settings = RetrievalSettings.model_validate(
+        {"probability": 0.75, "final_probability": 0.25, "schedule": schedule}
+    )
+    assert tuple(scheduled_probability(settings, step, 5) for step in (0, 1, 2, 4)) == pytest.approx(expected)
+    assert scheduled_probability(settings, 9, 5) == pytest.approx(0.25)  # a run that goes on
+    assert scheduled_probability(settings, 0, 1) == 0.75 and scheduled_probability(
+        settings, 1, 2
+    ) == pytest.approx(0.25)
+    assert scheduled_probability(RetrievalSettings(probability=0.3), 3, 5) == 0.3
+
+
+def hybrid_group() -> Trace:
+    """Three turns of entropy 2. One rollout retrieves, its next turn has entropy 1; one is cut after that."""
+    trace = new_trace(modes=("on_policy", "hybrid", "hybrid"))
+    root = add_node(trace, None, Origin.PROMPT, num_tokens=2)
+    for rollout, (similarity, entropy) in enumerate(((None, None), (0.5, 1.0), (float("nan"), None))):
+        node = add_node(trace, root, Origin.POLICY, num_tokens=2, entropies=(3.0, 1.0))
+        if similarity is not None:
+            metadata = {"similarity": similarity, "step_ids": [1]}
+            node = add_node(trace, node, Origin.BUFFER, metadata=metadata)
+        if entropy is not None:
+            node = add_node(trace, node, Origin.POLICY, entropies=[entropy])
+        finish(trace, node, float(rollout == 1))
+    return trace
+
+
+def test_advantages_scales_and_measures_of_a_group_by_hand() -> None:
+    """Z = 2 tanh(1) for the scored retrieval, 0 for the others; 1/4 and 1/3 of the tokens were retrieved."""
+    trace = hybrid_group()
+    settings = RapoSettings(
+        group_size=3, num_hybrid=2, advantage="group_centered", advantage_weight=0.3, ratio_weight=0.6
+    )
+    found = Rapo(settings, buffer=None, num_training_steps=1).assign_advantages(trace)
+    z, gain = 2 * 0.7615941559557649, 0.7615941559557649
+    std = z / 3**0.5  # of (0, z, 0) with two degrees of freedom
+    low, high = 1 + 0.3 * (-z / 3) / (std + 1e-6), 1 + 0.3 * (2 * z / 3) / (std + 1e-6)
+    assert found.advantages.values.tolist() == pytest.approx([-low / 3, high * 2 / 3, -low / 3])
+    scales = [node.ratio_scale for node in trace.nodes if node.trainable]
+    assert scales == pytest.approx([1.0, 1 + 0.6 / 4, 1 + 0.6 / 4, 1 + 0.6 / 3])
+    expected: dict[str, list[float]] = {
+        "retrieval/z_mean": [z],
+        "retrieval/g_mean": [gain],
+        "retrieval/entropy_before_mean": [2.0, 2.0],
+        "retrieval/entropy_after_mean": [1.0],
+        "retrieval/share_g_positive": [1.0],
+        "retrieval/token_share": [1 / 4, 1 / 3],
+        "retrieval/similarity_mean": [0.5],
+        "retrieval/num_unscored": [0.0, 0.0, 1.0],
+        "retrieval/num_floored": [0.0, 0.0, 0.0],
+        "retrieval/share_factor_negative": [0.0, 0.0, 0.0],
+    }
+    assert found.measurements.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found.measurements[name] == pytest.approx(values), name

@@ -32,7 +32,7 @@ from outrider.config import validate
 from outrider.errors import DataError
 from outrider.memory.embedders import HashEmbedder
 from outrider.types import Message, Step, Trajectory
-from tests.algorithms.tip_groups import vector
+from tests.vectors import load_vector
 
 DIM, SIZE = 5, 7
 Floats = NDArray[np.float64]
@@ -40,7 +40,7 @@ Floats = NDArray[np.float64]
 
 @pytest.mark.parametrize("preset", ["scienceworld", "webshop"])
 def test_the_released_scores(preset: str) -> None:
-    given_, expected = vector("retrospex_rescore")
+    inputs, expected = load_vector("empo2", "retrospex_rescore")
     chosen = PRESETS[preset]
     names = [name for name in expected if name.endswith({"scienceworld": "sciworld"}.get(preset, preset))]
     assert len(names) >= 2
@@ -48,7 +48,7 @@ def test_the_released_scores(preset: str) -> None:
         turn = int(name.split("_")[1])
         weight = policy_weight(turn, decay=chosen["decay"], floor=chosen["floor"])
         assert weight == pytest.approx(expected[name]["lambda"], abs=1e-6)
-        scores = rescore(given_["llm_prob"], given_["q_minus_v"], weight=weight)
+        scores = rescore(inputs["llm_prob"], inputs["q_minus_v"], weight=weight)
         np.testing.assert_allclose(scores, expected[name]["scores"], atol=1e-6)
         assert int(scores.argmax()) == expected[name]["choice"]
 
@@ -180,7 +180,9 @@ def walks() -> list[Trajectory]:
     return found
 
 
-SHORT = CriticSettings(embedder="hash", hidden=32, learning_rate=1e-3, num_updates=600, target_rate=0.05)
+SHORT = CriticSettings(
+    embedder="hash", hidden=32, learning_rate=1e-3, batch_size=64, num_updates=300, target_rate=0.05
+)
 
 
 def test_turns_are_what_was_seen_done_and_paid() -> None:

@@ -24,7 +24,7 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError, EnvironmentFault
-from outrider.evaluation.recorded import build_trajectories
+from outrider.evaluation.critic_training import build_trajectories
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
@@ -285,7 +285,7 @@ def test_what_is_no_critic_is_refused(tmp_path: Path) -> None:
         [(name, told)] = opened.metadata().items()
     for wrong in ("{", "[]", "{}", told.replace('"dim"', '"dam"')):
         save_file(weights, path, metadata={name: wrong})
-        with pytest.raises(DataError, match="does not say what it was trained on"):
+        with pytest.raises(DataError, match="does not record what it was trained on"):
             load_critic(path, load_embedder)
 
 

@@ -2,9 +2,7 @@
 all inputs.
 """
 
-import json
 import math
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -15,17 +13,18 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.losses import clipped_surrogate_per_token, token_weights, weighted_loss
 from outrider.algorithms.sampler_correction import (
+    ImportanceStats,
     Level,
+    Scope,
+    Statistic,
     correction_stats,
     over_rollouts,
     rejection_mask_per_token,
     sampler_weights_per_token,
 )
+from tests.vectors import load_vectors
 
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "sampler_correction.json").read_text())
-}
+CASES = load_vectors("sampler_correction", "kl_importance_aggregation")
 
 
 def flat(rows: Any) -> torch.Tensor:
@@ -80,6 +79,43 @@ def test_trl_weights(mode: str) -> None:
     mask = tokens["mask"]
     np.testing.assert_allclose(applied.weights[mask], expected[mask], rtol=1e-12)
     assert not applied.weights[~mask].any()
+
+
+def corrected(
+    old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, ImportanceStats]:
+    """The correction that is on by default: each token's own weight, up to 2."""
+    index = torch.zeros(len(old), dtype=torch.int64)
+    applied = sampler_weights_per_token(
+        old_logprobs=old, sampler_logprobs=sampler, rollout_index=index, mask=mask
+    )
+    return applied.weights, correction_stats(applied, old_logprobs=old, sampler_logprobs=sampler, mask=mask)
+
+
+def test_sampler_correction_vector() -> None:
+    case = CASES["tis.verl.token.2.0"]
+    old, sampler = flat(case["inputs"]["train_log_prob"]), flat(case["inputs"]["rollout_log_prob"])
+    mask = flat(case["inputs"]["response_mask"]) > 0
+    weights, stats = corrected(old.requires_grad_(), sampler, mask)
+    assert not weights.requires_grad
+    np.testing.assert_allclose(weights, flat(case["expected"]["weights"]), rtol=1e-12)
+    raw = np.exp((old - sampler).detach().numpy()[mask.numpy()])
+    assert stats.mean == pytest.approx(case["expected"]["mean"], abs=1e-8)
+    assert stats.effective_sample_share == pytest.approx(case["expected"]["ess"], abs=1e-7)
+    assert stats.max == pytest.approx(raw.max()) and stats.num_truncated == int((raw > 2.0).sum()) > 0
+    assert stats.mean_abs_log == pytest.approx(np.abs(np.log(raw)).mean()) and stats.num_tokens == raw.size
+
+
+def test_sampler_equal_to_trainer_is_a_no_op_and_faults_are_loud() -> None:
+    old = torch.tensor([-1.0, -2.0, -3.0])
+    mask = torch.tensor([True, True, False])
+    spoiled = torch.tensor([-1.0, -2.0, math.nan])
+    weights, stats = corrected(old, spoiled, mask)
+    assert weights.tolist() == [1.0, 1.0, 0.0]
+    assert (stats.mean, stats.max, stats.effective_sample_share, stats.mean_abs_log) == (1.0, 1.0, 1.0, 0.0)
+    for broken in (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="sampler correction"):
+            corrected(old, spoiled, broken)
 
 
 REJECTION = {
@@ -290,3 +326,24 @@ def test_a_statistic_exactly_on_a_bound_is_kept() -> None:
     tokens: dict[str, Any] = columns([(0, -1.0, -1.0, True)])
     for bounds in ({"lower": 1.0, "upper": 2.0}, {"lower": 0.5, "upper": 1.0}):
         assert rejection_mask_per_token(**tokens, statistic="k1", **bounds).tolist() == [True]
+
+
+def kept(
+    log_weight: float, statistic: Statistic, upper: float, *, scope: Scope = "token", **bounds: Any
+) -> bool:
+    """Return whether one token with this log-weight is trained on."""
+    mask = rejection_mask_per_token(
+        old_logprobs=torch.tensor([log_weight], dtype=torch.float64),
+        sampler_logprobs=torch.zeros(1, dtype=torch.float64), rollout_index=torch.zeros(1, dtype=torch.int64),
+        mask=torch.ones(1), statistic=statistic, scope=scope, upper=upper, **bounds,
+    )  # fmt: skip
+    return bool(mask[0])
+
+
+def test_the_bounds_of_k1_are_ratios_of_engine_to_trainer() -> None:
+    """If a token is e times as likely in the trainer, the ratio is 1 / e."""
+    for sign, is_kept in ((1, True), (-1, False)):
+        assert kept(1.0, "k1", 2.0, lower=math.exp(-1) * (1 - sign * 1e-9)) is is_kept
+        assert kept(-1.0, "k1", math.e * (1 + sign * 1e-9)) is is_kept
+        # without a lower bound it is 1 / upper
+        assert kept(1.0, "k1", math.e * (1 + sign * 1e-9)) is is_kept

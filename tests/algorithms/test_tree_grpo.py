@@ -21,9 +21,14 @@ from outrider.training.packing import RolloutPath
 from outrider.training.settings import RunSettings, UpdateSettings
 from outrider.training.update import update
 from tests.objectives import nested
-from tests.rollout.fakes import Factory, scheduler, tasks
-from tests.rollout.test_branch import Copying, answers
-from tests.rollout.test_scheduler import chatty
+from tests.rollout.fakes import (
+    CopyableFake,
+    Factory,
+    random_ids_engine,
+    scheduler,
+    tasks,
+    three_observations,
+)
 from tests.tiny import tiny_model
 from tests.training.test_pack_update import (  # noqa: F401
     Recorder,
@@ -45,7 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
     """A group of real trees whose leaves have these returns."""
     runs = scheduler(
-        chatty(), Factory(lambda task, number: Copying(on_step=answers)), hooks=algorithm.hooks,
+        random_ids_engine(),
+        Factory(lambda task, number: CopyableFake(on_step=three_observations)), hooks=algorithm.hooks,
         limits=Limits(step_timeout_s=60), seed=seed,
     )  # fmt: skip
     [trace] = runs.run(tasks(1), modes=algorithm.modes, training_step=0).traces
@@ -156,9 +162,9 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"group_size": 7}, "follows from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
+        ({"group_size": 7}, "derived from the trees"), ({"num_kept": 4}, "exceeds the 3 leaves"),
         ({"advantage": "group_centered"}, "combination"), ({"loss": "gspo"}, "shares tokens"),
-        ({"combination": "inner", "num_kept": 1}, "two leaves a tree"),
+        ({"combination": "inner", "num_kept": 1}, "two leaves per tree"),
         ({"sampler_rejection": {"scope": "sum"}}, "shares tokens"),
         ({"num_trees": 1, "num_rounds": 0}, "greater than or equal to 2"),
         ({"num_expansions": "two"}, "integer"),

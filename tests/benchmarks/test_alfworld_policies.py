@@ -5,10 +5,10 @@ import re
 import pytest
 
 from benchmarks import alfworld_policies
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 
 
-def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_per_task_type_and_a_total(capsys: pytest.CaptureFixture[str]) -> None:
     assert alfworld_policies.main(["--games", "8", "--samples", "2", "--max-moves", "5"]) == 0
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()
@@ -18,12 +18,10 @@ def test_a_row_a_type_and_one_of_all(capsys: pytest.CaptureFixture[str]) -> None
     assert [float(found[1]) for found in plans if found] == [100, 100, 0, 0, 0, 0, 50]
 
 
-def test_chance_is_the_same_for_a_sample_and_another_for_another() -> None:
+def test_random_play_depends_on_the_sample_number() -> None:
     def won(sample: int, max_moves: int = 500) -> bool:
-        family = AlfworldTaskSet(
-            AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
-        )
-        return alfworld_policies.chance(family, family.tasks("test")[0], sample)
+        settings = AlfworldConfig(task_types=("look_at_obj_in_light",), num_test=1, max_moves=max_moves)
+        return alfworld_policies.chance(settings, AlfworldEnvironment.tasks(settings, "test")[0], sample)
 
     assert [won(sample) for sample in (0, 3, 0, 3)] == [False, True, False, True]
     assert not won(3, max_moves=2)

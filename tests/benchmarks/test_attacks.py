@@ -10,7 +10,7 @@ from benchmarks import attacks
 from outrider.tools.python import sandbox
 
 needs_locks = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks Landlock or seccomp")
-SHORT = 5
+SHORT = 12  # one of so many programs runs
 
 
 def through(results: list[dict[str, object]]) -> list[dict[str, object]]:
@@ -18,17 +18,17 @@ def through(results: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 @needs_locks
-def test_some_of_the_hostile_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sample_of_hostile_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(PROGRAMS) >= 120
     monkeypatch.setattr(attacks, "PROGRAMS", list(PROGRAMS)[::SHORT])
     results = attacks.attack(["sandbox"], 0, tmp_path / "out.jsonl")
-    assert len(results) >= 40 and through(results) == []
+    assert len(results) >= 10 and through(results) == []
 
 
 @pytest.mark.parametrize("area", CHECKS)
-def test_some_of_the_hostile_inputs(tmp_path: Path, area: str) -> None:
-    results = attacks.attack([area], 12, tmp_path / "out.jsonl")
-    assert len(results) == 12 and through(results) == []
+def test_a_sample_of_hostile_inputs(tmp_path: Path, area: str) -> None:
+    results = attacks.attack([area], 4, tmp_path / "out.jsonl")
+    assert len(results) == 4 and through(results) == []
 
 
 @needs_locks
@@ -38,7 +38,7 @@ def test_all_attacks(tmp_path: Path) -> None:
     assert len(results) >= 1300 and through(results) == []
 
 
-def test_a_stopped_campaign_goes_on_behind_what_is_on_file(
+def test_a_stopped_campaign_continues_after_the_recorded_attacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[int] = []
@@ -56,7 +56,7 @@ def test_a_stopped_campaign_goes_on_behind_what_is_on_file(
 
 
 @needs_locks
-def test_a_program_that_gets_through_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_successful_attack_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its locks the tool lets them through: the campaign can fail."""
     monkeypatch.setattr(attacks, "PROGRAMS", ["read @SECRET@", "write @SECRET@", "tcp"])
     monkeypatch.setattr(sandbox, "landlock_abi", lambda: 0)

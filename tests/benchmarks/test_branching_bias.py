@@ -15,13 +15,13 @@ from tests.algorithms.test_arpo_gradient import exact_gradient, expected_estimat
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_the_shapes_of_a_group_are_all_that_there_are(rule: str) -> None:
+def test_the_probabilities_of_all_tree_shapes_sum_to_one(rule: str) -> None:
     found = list(shapes(make_tree(1), (0, 2), RULES[rule], leaves=4, num_children=2))
     assert sum(chance for chance, _ in found) == pytest.approx(1.0)
     assert all(len(firsts) == 4 and firsts[:2] == (0, 2) for _, firsts in found)
 
 
-def test_it_agrees_with_the_credit_that_the_update_gets() -> None:
+def test_the_enumeration_agrees_with_the_advantages_of_the_update() -> None:
     """Forks that always leave: the fixed shape of tests/algorithms/test_arpo_gradient.py, through traces and
     credit.
     """
@@ -31,7 +31,7 @@ def test_it_agrees_with_the_credit_that_the_update_gets() -> None:
     np.testing.assert_allclose(tree.exact_gradient(), exact_gradient(*policy_and_returns(2)), atol=1e-12)
 
 
-def test_c1_forks_that_depend_on_what_was_written_turn_the_second_turn_s_gradient() -> None:
+def test_forks_that_depend_on_the_text_bias_the_gradient_of_the_second_turn() -> None:
     second = {
         name: lowest_cosines(rule, num_trees=4, leaves=3, first_wave=2)[1] for name, rule in RULES.items()
     }
@@ -40,6 +40,6 @@ def test_c1_forks_that_depend_on_what_was_written_turn_the_second_turn_s_gradien
     assert 0.99 < bernoulli < 1.0 - 1e-6 and threshold < bernoulli
 
 
-def test_c1_one_first_turn_for_all_leaves_learns_nothing() -> None:
+def test_one_first_turn_for_all_leaves_has_no_gradient() -> None:
     found, exact = one_first_turn(num_trees=3)
     assert found < 1e-12 and exact > 0.01

@@ -84,9 +84,7 @@ def play_all(made: Plan) -> list[Piece]:
     return played
 
 
-def test_every_cell_has_its_runs_and_what_adapts_comes_behind_its_training(
-    tmp_path: Path, outrider: Outrider
-) -> None:
+def test_every_cell_has_its_runs_and_adaptation_follows_training(tmp_path: Path, outrider: Outrider) -> None:
     played = play_all(plan(tmp_path))
     names = [piece.run.name for piece in played]
     assert len(set(names)) == len(names)
@@ -104,7 +102,7 @@ def test_every_cell_has_its_runs_and_what_adapts_comes_behind_its_training(
     assert {"seed=1", "environment.house_seed=2", "algorithm.memory_probability=0"} <= set(grpo.overrides)
 
 
-def test_the_same_command_plays_nothing_twice_and_goes_on(tmp_path: Path, outrider: Outrider) -> None:
+def test_the_same_command_repeats_no_run_and_continues(tmp_path: Path, outrider: Outrider) -> None:
     small = plan(tmp_path, tasks=["1"], transfers=[])
     outrider.fails = {"reflexion-1"}
     with pytest.raises(OutriderError, match="reflexion-1 ended with status 1"):
@@ -139,21 +137,6 @@ def test_runs_of_other_settings_are_refused(tmp_path: Path, outrider: Outrider, 
         play_all(other)
 
 
-def test_the_command_prints_and_writes_both_tables(
-    tmp_path: Path, outrider: Outrider, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        str(HOUSE), "--out", str(tmp_path), "train.num_steps=4", "--setting", "environment.house_seed={task}",
-        "--tasks", "1", "1", "--seeds", "1", "--transfers", "1:2", "1:2", "--trials", "2",
-    ]  # fmt: skip
-    assert by_task.main(arguments) == 0
-    assert "Mean return by task" in (tmp_path / "table.md").read_text()
-    assert "empo2, from 1" in (tmp_path / "adaptation.md").read_text()
-    assert (tmp_path / "table.html").exists() and (tmp_path / "adaptation.html").exists()
-    num = len(outrider.told)
-    assert by_task.main([*arguments, "--only-report"]) == 0 and len(outrider.told) == num
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -163,14 +146,14 @@ def test_the_command_prints_and_writes_both_tables(
         (["--methods", "naive", "--transfers", "a:b"], "--transfers need one of grpo, empo2"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_told_in_a_line(
+def test_invalid_arguments(
     wrong: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert by_task.main([str(HOUSE), "--out", str(tmp_path), *wrong]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_the_tasks_are_the_simulator_s_and_those_of_the_page() -> None:
+def test_the_tasks_are_those_of_the_simulator_and_of_the_page() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
     assert len(set(TASKS)) == 18 and set(TASKS) <= set(NUM_VARIATIONS)
     assert all(f"`{task}`" in page for task in TASKS)

@@ -18,7 +18,7 @@ def make_run(folder: Path, name: str, rewards: list[float], calls: list[int]) ->
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_level_is_reached_by_three_steps_together() -> None:
+def test_a_level_is_reached_by_the_mean_of_three_steps() -> None:
     rewards, calls = [0.9, 0.0, 0.0, 0.3, 0.6, 0.6], [10, 20, 30, 40, 50, 60]
     assert calls_to(rewards, calls, 0.3) == 60  # the first three steps have 0.3 on average
     assert calls_to(rewards, calls, 0.31) == 210  # 0.0, 0.3 and 0.6 have 0.3, the last three 0.5
@@ -26,7 +26,7 @@ def test_a_level_is_reached_by_three_steps_together() -> None:
     assert calls_to([1.0, 1.0], [5, 5], 0.1) == -10  # too few steps to tell
 
 
-def test_the_table_counts_seeds_and_takes_the_first_folder(
+def test_the_table_counts_seeds_and_uses_the_first_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "a", "grpo-0", [0.0, 0.3, 0.6], [1, 2, 3])

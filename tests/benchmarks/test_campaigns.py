@@ -15,7 +15,7 @@ from tests.training.forked import ForkedOutrider
 
 
 @pytest.mark.long
-def test_broken_runs_end_in_the_same_bits_and_the_command_continues(
+def test_killed_runs_end_in_the_same_bits_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--out", str(tmp_path), "--cases", "empo2"]
@@ -28,7 +28,7 @@ def test_broken_runs_end_in_the_same_bits_and_the_command_continues(
 
 
 @pytest.mark.long
-def test_damages_are_noticed_or_do_no_harm_and_the_command_continues(
+def test_damage_is_detected_or_harmless_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--out", str(tmp_path), "--cases", "empo2"]
@@ -52,7 +52,7 @@ def met(signal: str, moment: str) -> dict[str, str]:
     return {"signal": signal, "moment": moment}
 
 
-def test_a_signal_comes_just_before_the_write_that_was_drawn(tmp_path: Path) -> None:
+def test_a_signal_arrives_before_the_drawn_write(tmp_path: Path) -> None:
     whole = ForkedOutrider("init", tmp_path / "whole.toml", prepare=kill_moments.count)
     whole.communicate()
     num = kill_moments.num_writes(whole)
@@ -67,7 +67,7 @@ def test_a_signal_comes_just_before_the_write_that_was_drawn(tmp_path: Path) -> 
         assert file.exists() == (at == num)
 
 
-def test_the_known_fault_a_signal_before_the_command_does_not_count(tmp_path: Path) -> None:
+def test_a_signal_before_the_command_does_not_count(tmp_path: Path) -> None:
     """The child swallowed it, and the table had it."""
     process = ForkedOutrider("init", tmp_path / "a.toml", prepare=partial(_wait_for, tmp_path / "go"))
     assert not process.is_ready and process.returned is None
@@ -91,7 +91,7 @@ def _wait_for(go: Path, folder: Path) -> None:
         time.sleep(0.001)
 
 
-def test_the_tables_count_what_must_not_be() -> None:
+def test_the_tables_count_errors() -> None:
     runs = [
         {"case": "rapo", "signals": [met("SIGKILL", "time"), met("SIGINT", "write")], "wrong": []},
         {

@@ -61,20 +61,20 @@ def test_gains_are_paired_with_the_cold_start_of_the_seed(tmp_path: Path) -> Non
     assert "RAPO: first 10.0 %, last 30.0 %" in page  # means over the seeds, written as everywhere
 
 
-def test_a_method_that_a_seed_lacks_is_in_no_column(tmp_path: Path) -> None:
+def test_a_method_without_all_seeds_has_no_column(tmp_path: Path) -> None:
     write(tmp_path / "rapo-0", start=0, end=4)
     write(tmp_path / "rapo-1", start=0, end=4)
     write(tmp_path / "grpo-0", start=None, end=4)
     assert len(rows(read_pairs(tmp_path))[0]) == 4
 
 
-def test_a_run_that_was_stopped_is_named(tmp_path: Path) -> None:
+def test_a_stopped_run_is_named(tmp_path: Path) -> None:
     write(tmp_path / "rapo-0", start=1, end=None)
     with pytest.raises(DataError, match="no evaluation after training"):
         read_pairs(tmp_path)
 
 
-def test_a_run_from_the_weights_of_another_starts_where_that_one_ended(tmp_path: Path) -> None:
+def test_a_run_from_a_checkpoint_starts_at_its_score(tmp_path: Path) -> None:
     write(tmp_path / "sft-0", start=4, end=None, rewards=())
     write(tmp_path / "rapo-0", start=None, end=20)
     assert [cell.partition(" [")[0] for cell in rows(read_pairs(tmp_path))[0][1:3]] == ["10.0 %", "50.0 %"]

@@ -80,7 +80,7 @@ def test_components_keep_the_distances_of_a_plane_and_equal_points_are_one() -> 
 
 
 @needs_sklearn
-def test_both_kinds_are_counted_at_equal_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_groups_are_counted_at_equal_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, fitted = [], []
     real_clusters, real_projected = num_clusters, projected
     monkeypatch.setattr(
@@ -99,7 +99,7 @@ def test_both_kinds_are_counted_at_equal_sizes(monkeypatch: pytest.MonkeyPatch) 
 
 
 @needs_sklearn
-def test_the_seed_alone_decides_what_is_drawn() -> None:
+def test_draws_depend_on_the_seed_alone() -> None:
     # a pair and lone points: a cluster only where both of the pair are drawn
     many = np.concatenate([[(0.0, 0.0), (0.1, 0.0)], 3.0 * np.eye(6, 2) + np.arange(1, 7)[:, None] * 4])
     few = blobs((0, 0))[:3]
@@ -109,7 +109,7 @@ def test_the_seed_alone_decides_what_is_drawn() -> None:
     assert first == again and first.clusters != other.clusters and 0 < first.clusters[0] < 1
 
 
-def test_kinds_are_told_apart_by_what_was_recorded() -> None:
+def test_groups_are_read_from_the_records() -> None:
     rollouts = [
         rollout(0, ["look", "take"], retrieved="open", mode="hybrid"),
         rollout(1, ["look", "go"], mode="hybrid"),
@@ -121,15 +121,6 @@ def test_kinds_are_told_apart_by_what_was_recorded() -> None:
     by_mode = steps_by_task(rows, hybrid_by="mode")["task"]
     assert by_mode.hybrid == ("go", "look", "look", "take") and by_mode.on_policy == ("wait",)
     assert steps_by_task(rows, with_retrieved=True)["task"].hybrid == ("look", "open", "take")
-
-
-def test_the_order_of_rollouts_does_not_matter() -> None:
-    rollouts = [
-        rollout(n, [f"go {n % 3}", "wait"], retrieved="x" if n % 2 else None, mode="hybrid") for n in range(8)
-    ]
-    orders = (rollouts, rollouts[::-1], rollouts[1::2] + rollouts[::2])
-    first, *others = (steps_by_task(mapped([row for each in order for row in each])) for order in orders)
-    assert others == [first] * 2 and len(first["task"].hybrid) == 8
 
 
 @needs_sklearn
@@ -157,7 +148,7 @@ def test_the_table_of_made_runs(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--least-turns", "1"], 2, "pip install 'outrider[diversity]'"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_invalid_arguments_are_one_line(
     more: list[str], status: int, said: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

@@ -9,7 +9,7 @@ TITLES = [title for title, experts in MODELS.items() if experts]
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_replayed_choices_are_the_routers_own(title: str) -> None:
+def test_replayed_choices_equal_those_of_the_router(title: str) -> None:
     model = model_of(title, "float32", "unpacked").model
     ids = torch.randint(3, 90, (1, 20), generator=torch.Generator().manual_seed(0))
 
@@ -31,13 +31,13 @@ def test_replayed_choices_are_the_routers_own(title: str) -> None:
     assert torch.equal(logits(), before)
 
 
-def test_a_dense_model_has_no_choices_and_a_gap_of_rounding() -> None:
+def test_a_dense_model_has_no_choices_and_a_mismatch_of_rounding() -> None:
     gaps, replayed, others = measured(model_of("Qwen3", "float32", "packed"), num=1)
     assert len(gaps) == 64 and float(gaps.max()) < 1e-4 and others == 0.0
     assert torch.equal(gaps, replayed)
 
 
-def test_gradients_flow_through_choices_that_are_played_again() -> None:
+def test_gradients_flow_through_replayed_choices() -> None:
     model = model_of("Qwen3 MoE", "float32", "unpacked").model
     ids = torch.arange(3, 23)[None]
     with torch.no_grad(), listening(model) as heard:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.figure_records import Score, render_all
-from benchmarks.figures import differences, main, rewritten
+from benchmarks.figures import differences, documents, main, rewritten
 
 from outrider.errors import DataError, PackError
 from outrider.evaluation.packs import make_pack
@@ -59,17 +59,17 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_record_is_shown_somewhere() -> None:
+def test_every_record_is_used_in_a_document() -> None:
     marks = re.findall(
         r"<!-- figures?: (\S+) -->",
-        "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]),
+        "".join(path.read_text() for path in documents(ROOT)),
     )
     assert {name.partition("/")[0] for name in marks} == {
         file.stem for file in (ROOT / "records").glob("*.json")
     }
 
 
-def test_line_breaks_are_the_editor_s_business(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_breaks_are_no_difference(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check", "--root", str(root)]) == 0
     assert main(["--root", str(root)]) == 0 and (root / "docs" / "page.md").read_text() == DOCUMENT
     assert capsys.readouterr().out == ""
@@ -83,7 +83,7 @@ def test_line_breaks_are_the_editor_s_business(root: Path, capsys: pytest.Captur
      ("| RAPO | 0.9 |\n", "", 10, "recorded '0.5 | | RAPO | 0.9 |', written '0.5 |'"),
      ("| RAPO | 0.9 |", "| RAPO | 0.9 |\n| GIGPO | 1 |", 12, "written '0.9 | | GIGPO | 1 |'")],
 )  # fmt: skip
-def test_what_differs_is_named_by_document_and_line_and_written_anew(
+def test_differences_are_named_by_document_and_line_and_corrected(
     root: Path, before: str, after: str, line: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = root / "docs" / "page.md"
@@ -105,7 +105,7 @@ def test_what_differs_is_named_by_document_and_line_and_written_anew(
      ("<!-- figure: demo/end -->1 <!-- figure: demo/steps -->2<!-- /figure -->", "has no other half"),
      ("a\nb <!-- figure: demo/start -->1<!-- /figure -->", "page.md:2: no record has the figure demo/start")],
 )  # fmt: skip
-def test_marks_that_do_not_pair_are_refused(
+def test_unpaired_marks_are_refused(
     root: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "docs" / "page.md").write_text(text)
@@ -124,7 +124,7 @@ def test_malformed_records_are_named(root: Path, capsys: pytest.CaptureFixture[s
         assert "other.json" in capsys.readouterr().err
 
 
-def test_intervals_are_wilson_s() -> None:
+def test_wilson_intervals() -> None:
     assert Score(percent=28.0, num_tasks=150).text == "28.0 % [21.4, 35.7]"
     assert Score(percent=0.0, num_tasks=200).text == "0.0 % [0.0, 1.9]"
 
@@ -190,7 +190,7 @@ def test_tables_follow_from_a_pack(packed: Path) -> None:
     assert "| RAPO | 2 | 58.3 |" in figures["runs"] and figures["runs/notes"].startswith("- ")
 
 
-def test_a_changed_byte_of_a_pack_stops_the_figures(packed: Path) -> None:
+def test_a_changed_byte_of_a_pack_is_an_error(packed: Path) -> None:
     file = packed / "records/packs/first/exact.jsonl"
     file.write_bytes(file.read_bytes().replace(b"0.95", b"0.96", 1))
     with pytest.raises(PackError, match=r"exact.jsonl was changed"):
@@ -205,7 +205,7 @@ def test_a_pack_without_the_run_is_named(packed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_documents_of_this_project_are_what_is_recorded_and_their_check_needs_no_torch() -> None:
+def test_the_documents_agree_with_the_records_and_the_check_needs_no_torch() -> None:
     code = (
         "import sys; from benchmarks.figures import main; assert main(['--check']) == 0; "
         "assert 'torch' not in sys.modules"
@@ -214,7 +214,7 @@ def test_the_documents_of_this_project_are_what_is_recorded_and_their_check_need
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_pure_functions_leave_other_text_alone() -> None:
+def test_other_text_is_unchanged() -> None:
     text = "a <!-- a comment --> b\n"
     assert rewritten(text, {}, document="x") == text and differences(text, {}, document="x") == []
 

@@ -54,7 +54,7 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.long
-def test_a_stage_s_rows_come_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_stage_are_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One stage in its own process, and what was measured with which versions."""
     monkeypatch.chdir(ROOT)
     assert gpu.main(given(tmp_path, "--minutes", "5", "--only", "limits")) == 0
@@ -72,7 +72,7 @@ def test_a_missing_gpu_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_python_without_packages_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_packages_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the site's packages, as a bare machine's; nothing is imported before they are looked for."""
     done = subprocess.run(
         [sys.executable, "-S", "-m", "benchmarks.gpu"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -100,7 +100,7 @@ def stage(
 
 
 @pytest.mark.long
-def test_a_stage_that_takes_too_long_is_stopped_and_keeps_its_rows(
+def test_a_stage_over_its_limit_is_stopped_and_keeps_its_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """With its own children, which hold the device too."""
@@ -115,14 +115,14 @@ def test_a_stage_that_takes_too_long_is_stopped_and_keeps_its_rows(
     assert rows[1].measured.startswith("stopped: not done after 1")
 
 
-def test_a_stage_that_fails_says_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failed_stage_reports_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows, is_whole = stage(
         monkeypatch, tmp_path, "rows.add('one', '1'); raise SystemExit('no room')", left=200.0
     )
     assert [row.measured for row in rows] == ["1", "failed: no room"] and not is_whole
 
 
-def test_a_stage_without_time_does_not_begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stage_without_time_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rows, is_whole = stage(monkeypatch, tmp_path, "raise SystemExit", left=0.5)
     assert [row.measured for row in rows] == ["skipped: 0 s left, it wants 1"] and not is_whole
 
@@ -135,7 +135,7 @@ def test_the_stages_fit_their_budget() -> None:
     assert sum(one.share for one in stages[:4]) < 15 * 60
 
 
-def test_a_broken_line_of_a_stopped_stage_is_no_row(tmp_path: Path) -> None:
+def test_a_torn_line_of_a_stopped_stage_is_ignored(tmp_path: Path) -> None:
     rows = RowFile(tmp_path / "rows.jsonl")
     rows.add("whole", "1")
     with rows.path.open("a", encoding="utf-8") as out:
@@ -155,7 +155,7 @@ def test_other_devices_and_days_stay_in_the_record(tmp_path: Path) -> None:
     assert render_all(tmp_path)["gpu"] in page.read_text(encoding="utf-8")
 
 
-def test_models_are_made_as_their_config_says() -> None:
+def test_models_have_the_shape_of_their_config() -> None:
     for name, known in KNOWN.items():
         assert described(name)["vocab_size"] > 40_000, known
     made = make_model("tiny", device="cpu", dtype=torch.float32)
@@ -167,7 +167,7 @@ def test_models_are_made_as_their_config_says() -> None:
     assert sum(one.numel() for one in far.language_model.model.parameters()) == far.shape.num_parameters
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_operations_agree_with_the_counter_of_torch() -> None:
     """Of the layers' products and the head; what torch counts of attention depends on the kernel."""
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -211,14 +211,14 @@ def test_contracts_and_generation_on_a_cpu(tmp_path: Path) -> None:
 
 
 @NO_VLLM
-def test_a_vllm_that_ends_is_a_row(tmp_path: Path) -> None:
+def test_a_vllm_process_that_ends_is_a_row(tmp_path: Path) -> None:
     """A Python that has none: its process ends at once."""
     rows = RowFile(tmp_path / "rows.jsonl")
     generation("tiny", "cpu", Limits(copy=1e9, product=1e12), sys.executable, rows)
     assert rows.read()[-1].measured.startswith("failed: vLLM's process ended")
 
 
-def test_what_does_not_fit_trains_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_trains_adapters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from benchmarks import gpu_speed
 
     monkeypatch.setattr(gpu_speed, "free_memory", lambda device: 1.0)
@@ -234,7 +234,7 @@ def test_what_does_not_fit_trains_adapters(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "peft is not installed" in rows.read()[-1].measured
 
 
-def test_sequences_are_compared_up_to_their_first_other_token() -> None:
+def test_sequences_are_compared_up_to_their_first_different_token() -> None:
     def one(ids: tuple[int, ...], logprobs: tuple[float, ...]) -> Generation:
         return Generation(
             request_id="", token_ids=ids, logprobs=logprobs, entropies=(0.0,) * len(ids),

@@ -99,7 +99,7 @@ def train(plan: Plan, runs: Runs, *keys: str) -> None:
     train_all(plan, chosen, launch=runs.launch, after_seed=lambda: None)
 
 
-def test_all_begin_at_one_cold_start_and_end_at_the_reference_s_tokens(plan: Plan) -> None:
+def test_all_methods_share_the_cold_start_and_the_token_budget(plan: Plan) -> None:
     runs = Runs()
     train(plan, runs)
     every = [method.key for method in plan.methods()]
@@ -128,7 +128,7 @@ def test_all_begin_at_one_cold_start_and_end_at_the_reference_s_tokens(plan: Pla
             assert settings.train.num_steps == (5 if key == "rapo" else 100_000)
 
 
-def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
+def test_all_methods_share_the_objective_of_the_recipe(plan: Plan) -> None:
     runs = Runs()
     train(replace(plan, seeds=range(1)), runs)
     settings = {
@@ -143,7 +143,7 @@ def test_what_all_share_is_the_recipe_s_objective(plan: Plan) -> None:
     assert settings["rapo"] == load_settings(RunSettings, file=RECIPE).algorithm
 
 
-def test_empo2_for_small_models_is_the_preset_whatever_is_shared(plan: Plan) -> None:
+def test_empo2_for_small_models_is_the_preset(plan: Plan) -> None:
     method = next(method for method in plan.methods() if method.key == "empo2-centered")
     algorithm = load_settings(RunSettings, file=write_recipe(plan, method), overrides=[]).algorithm
     assert isinstance(algorithm, Empo2Settings)
@@ -154,15 +154,12 @@ def test_empo2_for_small_models_is_the_preset_whatever_is_shared(plan: Plan) -> 
     )
 
 
-def test_a_given_budget_is_everybody_s(plan: Plan) -> None:
+def test_a_given_budget_applies_to_all_methods(plan: Plan) -> None:
     runs = Runs()
     train(replace(plan, policy_tokens=777, seeds=range(1)), runs, "grpo", "rapo")
     assert {
         name: runs.settings_of(plan.out, name).train.max_policy_tokens for name in ("grpo-0", "rapo-0")
-    } == {
-        "grpo-0": 777,
-        "rapo-0": 777,
-    }
+    } == {"grpo-0": 777, "rapo-0": 777}
     train(replace(plan, policy_tokens=777, seeds=range(1), out=plan.out / "other"), other := Runs(), "grpo")
     assert [name for name, _ in other.started] == ["sft-0", "grpo-0"]
 
@@ -186,7 +183,7 @@ def test_finished_runs_are_skipped_and_a_killed_one_is_resumed(plan: Plan) -> No
     assert runs.started[-1][0] == "gigpo-2"
 
 
-def test_a_run_that_leaves_early_is_told(plan: Plan) -> None:
+def test_a_run_that_ends_early_is_an_error(plan: Plan) -> None:
     class Leaves(Runs):
         def finish(self, run: Path, settings: RunSettings) -> None:
             """As after SIGTERM: exit status 0, no last evaluation."""
@@ -212,7 +209,7 @@ def test_other_settings_in_the_same_folder_are_refused(plan: Plan) -> None:
         train(replace(plan, policy_tokens=5), runs, "grpo", "rapo")
 
 
-def test_impossible_plans_stop_before_the_first_run(plan: Plan, tmp_path: Path) -> None:
+def test_invalid_plans_stop_before_the_first_run(plan: Plan, tmp_path: Path) -> None:
     runs = Runs()
     with pytest.raises(ConfigError, match="--policy-tokens"):
         train(plan, runs, "grpo")
@@ -249,7 +246,7 @@ def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> N
     assert "| 0: 30.0, 1: 31.2, 2: 32.5 |" in rows["GRPO"]  # of 80 tasks 24, 25 and 26
 
 
-def test_one_seed_names_nobody_and_reasons_use_the_shown_names(plan: Plan) -> None:
+def test_one_seed_names_no_winner_and_reasons_use_the_displayed_names(plan: Plan) -> None:
     runs = Runs()
     single = replace(plan, seeds=range(1))
     train(single, runs, "grpo", "rapo", "dr-grpo")
@@ -264,7 +261,7 @@ def test_one_seed_names_nobody_and_reasons_use_the_shown_names(plan: Plan) -> No
     )
 
 
-def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_finished_runs(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         "factbook",
         "--out",
@@ -283,7 +280,7 @@ def test_the_command_shows_what_is_finished(plan: Plan, capsys: pytest.CaptureFi
         learning.main([*arguments, "--magic"])
 
 
-def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
+def test_a_recipe_is_written_atomically(tmp_path: Path) -> None:
     """Two processes with different first seeds share a folder: one writes a recipe anew while the other's run
     reads it.
     """
@@ -299,7 +296,7 @@ def test_a_recipe_is_whole_at_every_moment(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_as_jobs_the_same_runs_come_in_the_same_order(plan: Plan) -> None:
+def test_jobs_have_the_same_runs_in_the_same_order(plan: Plan) -> None:
     """A method's job knows its budget when the reference is done; played one after another they are
     train_all's runs.
     """
@@ -326,7 +323,7 @@ def test_as_jobs_the_same_runs_come_in_the_same_order(plan: Plan) -> None:
         ].is_done()
 
 
-def test_a_recipe_with_an_algorithm_of_its_own_is_played_as_it_is(tmp_path: Path) -> None:
+def test_a_recipe_with_its_own_algorithm_is_unchanged(tmp_path: Path) -> None:
     """What the recipe says of its algorithm holds for its row; the shared objective, and nothing else, for
     the other rows.
     """
@@ -350,7 +347,7 @@ def test_a_recipe_with_an_algorithm_of_its_own_is_played_as_it_is(tmp_path: Path
         assert written["grpo"].algorithm.type == "grpo"
 
 
-def test_imitation_that_shows_tips_is_of_the_algorithm_that_has_them(tmp_path: Path) -> None:
+def test_imitation_with_tips_uses_the_algorithm_with_tips(tmp_path: Path) -> None:
     plan = Plan(
         recipe=RECIPE.with_name("house-empo2.toml"),
         out=tmp_path,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.learning_jobs import MAX_ATTEMPTS, Job, Runner, is_running, last_line, log_file, read_journal
-from benchmarks.learning_status import duration, progress, status_table
+from benchmarks.learning_status import progress, status_table
 from benchmarks.learning_toys import ARENAS, load_result
 from rich.console import Console
 
@@ -49,7 +49,7 @@ def events(folder: Path) -> list[tuple[str, str]]:
     return [(event["job"], event["event"]) for event in read_journal(folder)]
 
 
-def test_what_is_done_does_not_run_again_and_what_depends_comes_after(tmp_path: Path) -> None:
+def test_finished_jobs_are_skipped_and_dependent_ones_follow(tmp_path: Path) -> None:
     jobs = [
         job(tmp_path, "b", "test -e a.done && touch b.done", after=("a",)),
         job(tmp_path, "a", "sleep 0.1; touch a.done"),
@@ -61,7 +61,7 @@ def test_what_is_done_does_not_run_again_and_what_depends_comes_after(tmp_path: 
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
-def test_never_more_processes_than_asked_for(tmp_path: Path, num_processes: int) -> None:
+def test_the_number_of_processes_is_limited(tmp_path: Path, num_processes: int) -> None:
     count = (
         "n=$(ls | grep -c running); echo $n >> seen; touch {0}.running; sleep 0.05; "
         "rm {0}.running; touch {0}.done"
@@ -77,7 +77,7 @@ def test_never_more_processes_than_asked_for(tmp_path: Path, num_processes: int)
     assert max(map(int, (tmp_path / "seen").read_text().split())) < num_processes
 
 
-def test_a_failing_run_is_told_and_stops_only_what_needs_it(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_and_stops_only_dependent_runs(tmp_path: Path) -> None:
     jobs = [
         job(tmp_path, "bad", "echo because >&2; echo; exit 3"), job(tmp_path, "after-bad", after=("bad",)),
         job(tmp_path, "good"), job(tmp_path, "lazy", "exit 0"),
@@ -101,12 +101,12 @@ def test_a_killed_worker_is_continued(tmp_path: Path) -> None:
     assert events(tmp_path) == [("a", "begun"), ("a", "stopped"), ("a", "begun"), ("a", "done")]
 
 
-def test_one_that_is_killed_every_time_is_given_up(tmp_path: Path) -> None:
+def test_a_job_that_is_killed_repeatedly_is_abandoned(tmp_path: Path) -> None:
     assert run(tmp_path, job(tmp_path, "a", "kill -9 $$")) == {"a": "SIGKILL: it said nothing"}
     assert started(tmp_path) == ["a"] * MAX_ATTEMPTS
 
 
-def test_a_result_of_other_settings_stops_all_before_the_first(tmp_path: Path) -> None:
+def test_a_result_of_other_settings_stops_before_the_first_job(tmp_path: Path) -> None:
     def other() -> bool:
         raise ConfigError("another run's")
 
@@ -134,7 +134,7 @@ def start_parent(folder: Path, script: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, stderr=subprocess.PIPE)
 
 
-def test_a_job_of_a_killed_parent_is_left_to_its_end(tmp_path: Path) -> None:
+def test_a_job_of_a_killed_parent_may_finish(tmp_path: Path) -> None:
     script = f"cd {tmp_path}; echo a >> started; while [ ! -e go ]; do sleep 0.02; done; touch a.done"
     parent = start_parent(tmp_path, script)
     wait_for(lambda: started(tmp_path) == ["a"])
@@ -172,7 +172,7 @@ def write_journal(folder: Path, *lines: tuple[str, str, float]) -> None:
     (folder / "jobs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"torn')
 
 
-def test_what_is_left_is_estimated_from_its_like(tmp_path: Path) -> None:
+def test_remaining_time_is_estimated_from_similar_jobs(tmp_path: Path) -> None:
     jobs = [job(tmp_path, f"toys_lock_grpo-{n}") for n in range(4)]
     write_journal(tmp_path, ("toys_lock_grpo-0", "done", 10.0), ("toys_lock_grpo-1", "stopped", 5.0),
                   ("toys_lock_grpo-1", "done", 15.0), ("toys_lock_grpo-2", "stopped", 4.0),
@@ -185,7 +185,7 @@ def test_what_is_left_is_estimated_from_its_like(tmp_path: Path) -> None:
     assert row.seconds_each == 15.0 and row.seconds_left == (15 - 4) + (15 - 1)
 
 
-def test_a_method_without_a_run_is_estimated_by_its_neighbours(tmp_path: Path) -> None:
+def test_a_method_without_a_run_is_estimated_from_others(tmp_path: Path) -> None:
     jobs = [
         Job(name=f"{kind}-0", kind=kind, command=list, is_done=lambda kind=kind: kind == "toys/lock/grpo")
         for kind in ("toys/lock/grpo", "toys/lock/rapo", "toys/corridor/grpo", "factbook/grpo")
@@ -197,17 +197,6 @@ def test_a_method_without_a_run_is_estimated_by_its_neighbours(tmp_path: Path) -
     console.print(status_table(rows, num_processes=2))
     told = console.export_text()
     assert "about 60 s left with 2 processes and 1 not known" in told and "toys/corridor/grpo" in told
-
-
-def test_durations_in_words() -> None:
-    assert [duration(one) for one in (None, 5, 89.4, 600, 3599, 11100)] == [
-        "not known",
-        "5 s",
-        "89 s",
-        "10 min",
-        "1 h 00 min",
-        "3 h 05 min",
-    ]
 
 
 def test_the_toys_run_as_processes(

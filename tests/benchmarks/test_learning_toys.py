@@ -38,7 +38,7 @@ def method_of(arena: Arena, key: str) -> Method:
 @pytest.mark.parametrize(
     ("arena", "method"),
     [
-        pytest.param(*one, id=f"{one[0].name}-{one[1].key}", marks=[pytest.mark.slow] if number % 4 else [])
+        pytest.param(*one, id=f"{one[0].name}-{one[1].key}", marks=[pytest.mark.slow] if number % 9 else [])
         for number, one in enumerate(DEFINED)
     ],
 )
@@ -56,7 +56,7 @@ def test_every_method_stops_after_the_step_that_reaches_the_common_budget(
     assert played.num_rollouts == settings.group_size * played.num_steps
 
 
-def test_methods_of_a_toy_differ_in_what_makes_them() -> None:
+def test_methods_of_a_toy_differ() -> None:
     for arena in ARENAS:
         every, shared = arena.methods(), TOY_SUITES[arena.name].shared
         assert len({method.key for method in every}) == len({method.name for method in every}) == len(every)
@@ -88,7 +88,7 @@ def test_the_toys_are_those_of_the_learning_tests() -> None:
     assert HIDDEN.settings(method_of(HIDDEN, "grpo")) == toys_memory.grpo()
 
 
-def test_tips_need_a_policy_that_reads() -> None:
+def test_tips_require_a_policy_that_reads() -> None:
     for arena in (LOCK, CORRIDOR):
         assert "neither reads nor writes" in method_of(arena, "empo2").undefined[arena.name]
     assert not method_of(HIDDEN, "empo2").undefined.get("hidden")
@@ -116,7 +116,7 @@ def play_two(
     )
 
 
-def test_what_is_finished_is_not_played_again(tmp_path: Path, played: list[tuple[str, int]]) -> None:
+def test_finished_runs_are_not_repeated(tmp_path: Path, played: list[tuple[str, int]]) -> None:
     first = play_two(tmp_path)
     assert played == [("grpo", 0), ("grpo", 1), ("rapo", 0), ("rapo", 1)]
     assert first["empo2"] == {}
@@ -129,7 +129,7 @@ def test_what_is_finished_is_not_played_again(tmp_path: Path, played: list[tuple
     assert played[4:] == [("grpo", 2), ("rapo", 0), ("rapo", 2)]
 
 
-def test_a_kill_between_two_runs_leaves_whole_files_only(
+def test_a_kill_leaves_complete_files_only(
     tmp_path: Path, played: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*given: object) -> None:
@@ -159,7 +159,7 @@ def test_results_of_other_settings_or_budgets_are_refused(
         load_result(tmp_path, LOCK, grpo, 0, max_policy_tokens=6000)
 
 
-def test_the_budget_of_imitation_does_not_matter(tmp_path: Path) -> None:
+def test_imitation_has_no_budget(tmp_path: Path) -> None:
     imitation = method_of(LOCK, IMITATION)
     save_result(tmp_path, LOCK, imitation, 0, RESULT, max_policy_tokens=6000)
     assert load_result(tmp_path, LOCK, imitation, 0, max_policy_tokens=7) == RESULT
@@ -169,7 +169,7 @@ def returns(*values: float) -> dict[int, Result]:
     return {seed: replace(RESULT, expected_return=value) for seed, value in enumerate(values)}
 
 
-def test_a_winner_needs_seeds_and_a_difference() -> None:
+def test_a_winner_requires_seeds_and_a_difference() -> None:
     better, same = returns(*(0.9 + n / 1000 for n in range(10))), returns(*[0.00004] * 10)
     found = toy_standings({"grpo": returns(*[0.00001] * 10), "rapo": better, "gigpo": same}, num_seeds=10)
     assert found["rapo"].verdict.winner == "rapo" and found["rapo"].improvement.value == 1.0
@@ -182,14 +182,6 @@ def test_a_winner_needs_seeds_and_a_difference() -> None:
     )
 
 
-def test_more_methods_ask_for_more_evidence() -> None:
-    """Eight seeds of one method carry a winner; the same among thirty methods do not."""
-    clear = {"grpo": returns(*[0.0] * 8), "rapo": returns(*[0.9] * 8)}
-    assert toy_standings(clear, num_seeds=8)["rapo"].verdict.winner == "rapo"
-    crowd = {f"other-{n}": returns(*[0.0] * 8) for n in range(29)}
-    assert toy_standings(clear | crowd, num_seeds=8)["rapo"].verdict.winner is None
-
-
 def test_an_unfinished_method_wins_nothing() -> None:
     results = {"grpo": returns(*[0.0] * 10), "rapo": returns(*[0.9] * 9)}
     [said] = [
@@ -200,7 +192,7 @@ def test_an_unfinished_method_wins_nothing() -> None:
     assert said.startswith("rapo has ")
 
 
-def test_the_table_says_why_a_cell_is_empty() -> None:
+def test_the_table_explains_empty_cells() -> None:
     chosen = [method_of(LOCK, key) for key in ("grpo", "rapo", "empo2", "gigpo")]
     results = {"grpo": returns(*[0.0] * 10), "rapo": returns(*[0.5, 0.9] * 5), "empo2": {}, "gigpo": {}}
     header, _, grpo, rapo, empo2, gigpo = toy_table(chosen, results, toy="lock", num_seeds=10).splitlines()
@@ -214,7 +206,7 @@ def test_the_table_says_why_a_cell_is_empty() -> None:
     assert "neither reads nor writes tips" in empo2 and "not played" in gigpo
 
 
-def test_the_command_writes_its_table_and_shows_what_is_there(
+def test_the_command_writes_and_prints_its_table(
     tmp_path: Path, played: list[tuple[str, int]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [
@@ -240,9 +232,7 @@ def test_the_command_writes_its_table_and_shows_what_is_there(
     assert "unknown methods magic" in capsys.readouterr().err
 
 
-def test_two_processes_share_the_seeds_and_a_last_call_shows_all(
-    tmp_path: Path, played: list[tuple[str, int]]
-) -> None:
+def test_two_processes_share_the_seeds(tmp_path: Path, played: list[tuple[str, int]]) -> None:
     arguments = ["toys", "--out", str(tmp_path), "--toys", "lock", "--methods", "grpo"]
     assert learning.main([*arguments, "--seeds", "1", "--first-seed", "1"]) == 0
     assert played == [("grpo", 1)] and "seeds 1 to 1" in (tmp_path / "toys.md").read_text()

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from benchmarks.paths import PATHS, paths_of, rows, written_by
 
 from outrider.engines.local.model import load_model
@@ -9,8 +10,10 @@ from outrider.training.policy import set_threads
 from tests.tiny import save_tiny_model
 
 
-def test_a_row_for_each_kind_of_work(tmp_path: Path) -> None:
+def test_a_row_for_each_kind_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     set_threads(1)
+    for name, size in (("_NUM", 2), ("_PROMPT", 16), ("_NEW", 4)):
+        monkeypatch.setattr(f"benchmarks.paths.{name}", size)
     found = list(rows(str(save_tiny_model(tmp_path)), num_pairs=1))
     assert [row[0] for row in found] == [
         "generation, a request at a time",
@@ -20,7 +23,7 @@ def test_a_row_for_each_kind_of_work(tmp_path: Path) -> None:
     assert all(float(row[-1]) > 0 for row in found)
 
 
-def test_both_paths_write_and_score_as_many_tokens(tmp_path: Path) -> None:
+def test_both_paths_generate_and_score_the_same_number_of_tokens(tmp_path: Path) -> None:
     name = str(save_tiny_model(tmp_path))
     for forward in PATHS:
         model = load_model(name, precision="float32", forward=forward)

@@ -15,9 +15,7 @@ from outrider.training.settings import RunSettings
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_run_has_a_memory_a_task_and_shows_tips(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_every_run_has_a_memory_per_task_and_tips(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # it runs as a script
     module = importlib.import_module("scienceworld_compare")
     begun: dict[str, list[str]] = {}

@@ -17,7 +17,7 @@ from outrider.training.trainer import Trainer
 
 
 @pytest.mark.long
-def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continues(
+def test_a_run_with_all_faults_releases_its_resources_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--out", str(tmp_path), "--cases", "arpo", "--each", "32", "--every", "32"]
@@ -36,7 +36,7 @@ def test_a_run_in_which_everything_breaks_gives_all_back_and_the_command_continu
     assert read(tmp_path / "soak.jsonl") == first
 
 
-def test_a_run_that_was_stopped_is_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A SIGTERM ends a run with status 0: it was counted as played."""
     train = Trainer.train
 
@@ -69,7 +69,7 @@ def line(run: int, case: str, memory: float, files: int = 5, process: int = 0) -
     }
 
 
-def test_growth_counts_behind_the_warm_up_of_every_process_and_finds_a_leak() -> None:
+def test_growth_is_measured_after_the_warm_up_and_detects_a_leak() -> None:
     early = [line(0, "arpo", 100), line(1, "empo2", 200, files=4), line(2, "arpo", 400, files=5)]
     calm = [*early, line(3, "empo2", 500), line(4, "arpo", 505), line(5, "empo2", 500)]
     assert soak.growths(calm) == {
@@ -93,7 +93,7 @@ def test_growth_counts_behind_the_warm_up_of_every_process_and_finds_a_leak() ->
     )
 
 
-def test_what_is_held_is_seen(tmp_path: Path) -> None:
+def test_held_resources_are_measured(tmp_path: Path) -> None:
     before = held(temporary=tmp_path)
     (tmp_path / "left").touch()
     read_end, write_end = os.pipe()

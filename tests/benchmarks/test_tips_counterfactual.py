@@ -88,7 +88,7 @@ def searcher(*, reads: bool) -> ScriptedEngine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reads", [True, False])
-def test_who_reads_gains_by_true_tips_alone(
+def test_only_a_reader_of_true_tips_gains(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
     parts = parts_of(model, tmp_path)
@@ -103,14 +103,14 @@ def test_who_reads_gains_by_true_tips_alone(
         assert played["scores"][KEPT] == played["scores"][REMOVED] == played["scores"][SHUFFLED]
 
 
-def test_tips_are_exchanged_between_worlds_and_never_kept() -> None:
+def test_tips_are_exchanged_between_worlds() -> None:
     found = shifted(["b", "a", "c", "a"])
     assert found == {"a": "b", "b": "c", "c": "a"}
     with pytest.raises(ConfigError, match="one buffer"):
         shifted(["all", "all"])
 
 
-def test_a_seed_is_played_once_and_other_settings_are_refused(
+def test_a_seed_runs_once_and_other_settings_are_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--recipe", str(RECIPE), "--out", str(tmp_path), "--seeds", "1", "--rounds", "1", *SMALL, model]
@@ -148,7 +148,7 @@ def shown(trace: Trace) -> str:
     return "".join(node.message.content for node in trace.nodes if node.origin is Origin.MEMORY)
 
 
-def test_a_cold_start_shows_tips_in_its_share_of_the_examples(model: str, tmp_path: Path) -> None:
+def test_the_cold_start_has_tips_in_a_share_of_the_examples(model: str, tmp_path: Path) -> None:
     parts = parts_of(model, tmp_path, "cold_start.tip_share=0.5", "cold_start.num_examples=8")
     tasks = parts.train_tasks[:8]
     expert = {task.key: parts.task_set.expert(task, 0) for task in tasks}
@@ -167,7 +167,7 @@ def test_a_cold_start_shows_tips_in_its_share_of_the_examples(model: str, tmp_pa
     assert replay_with_tips(none, plain, lambda task: expert[task.key]) == plain
 
 
-def test_tip_examples_need_tips_that_experts_can_leave() -> None:
+def test_tip_examples_require_tips_of_the_environment() -> None:
     for change in ("algorithm.memory.writer=policy", "algorithm={type='grpo'}"):
         with pytest.raises(ConfigError, match="tip_share"):
             load_settings(RunSettings, file=RECIPE, overrides=[change])

@@ -32,12 +32,12 @@ def _policy(checkpoint: str) -> Policy:
     return policy
 
 
-def test_its_weights_are_read() -> None:
+def test_weights_are_read() -> None:
     written = load_file(Path("rapo", LAST, "masters.safetensors"))
     assert all(torch.equal(master, written[name]) for name, master in _policy(f"rapo/{LAST}").masters.items())
 
 
-def test_its_weights_score_its_tokens_as_it_recorded() -> None:
+def test_weights_reproduce_the_recorded_logprobs() -> None:
     policy = _policy("rapo/checkpoints/step-000000")
     model, tokenizer = AutoModelForCausalLM.from_pretrained("model"), policy.language_model.tokenizer
     model.load_state_dict(policy.model.state_dict())
@@ -55,7 +55,7 @@ def test_its_weights_score_its_tokens_as_it_recorded() -> None:
         np.testing.assert_allclose(scored.numpy(), row.logprobs, atol=1e-4)
 
 
-def test_a_run_is_loaded_shown_and_compared(capsys: Said) -> None:
+def test_a_run_is_loaded_reported_and_compared(capsys: Said) -> None:
     for name in ("rapo", "empo2"):
         run = outrider.load_run(name)
         assert run.settings.algorithm.type == run.config["algorithm"]["type"] == name
@@ -79,14 +79,14 @@ def test_a_run_is_loaded_shown_and_compared(capsys: Said) -> None:
 
 
 @pytest.mark.parametrize("run", ["rapo", "empo2"])
-def test_a_recorded_step_is_played_again_without_a_difference(run: str, capsys: Said) -> None:
+def test_a_recorded_step_is_replayed_without_a_difference(run: str, capsys: Said) -> None:
     counts = [
         line.split() for line in done(capsys, "replay", run, "--step", "2").replace("│", " ").splitlines()
     ]
     assert ["same", "8"] in counts and ["different", "0"] in counts
 
 
-def test_its_buffer_is_refused_in_one_line_and_stays_as_it_is(capsys: Said) -> None:
+def test_a_buffer_of_the_old_format_is_refused_and_unchanged(capsys: Said) -> None:
     before = Path("buffer.sqlite").read_bytes()
     told = "format_version is 1, this version of Outrider reads 2: build or import the buffer again"
     with pytest.raises(DataError, match=told):
@@ -95,7 +95,7 @@ def test_its_buffer_is_refused_in_one_line_and_stays_as_it_is(capsys: Said) -> N
     assert Path("buffer.sqlite").read_bytes() == before
 
 
-def test_a_new_run_starts_from_its_weights(capsys: Said) -> None:
+def test_a_new_run_starts_from_old_weights(capsys: Said) -> None:
     start = f"model.initial_checkpoint=rapo/{LAST}"
     said = done(
         capsys, "train", "recipe.toml", start, "train.num_steps=0", "--run", "new", "--progress", "plain"
@@ -106,13 +106,13 @@ def test_a_new_run_starts_from_its_weights(capsys: Said) -> None:
     assert begun.keys() == written.keys() and all(torch.equal(begun[name], written[name]) for name in begun)
 
 
-def test_an_evaluation_of_its_checkpoint_has_its_weights(capsys: Said) -> None:
+def test_an_evaluation_of_an_old_checkpoint(capsys: Said) -> None:
     done(capsys, "eval", "plain.toml", "--checkpoint", f"rapo/{LAST}", "--run", "shown", "--progress", "none")
     (one,) = outrider.load_run("shown").evaluations().to_pylist()
     assert (one["label"], one["num_tasks"], one["num_faults"]) == (f"of rapo/{LAST}", 3, 0)
 
 
-def test_kept_answers_are_taken_where_the_weights_are_those_that_gave_them(capsys: Said) -> None:
+def test_stored_answers_are_reused_for_the_same_weights_only(capsys: Said) -> None:
     before = Path("panel/results.jsonl").read_bytes()
     done(capsys, "eval", "--tasks", "tasks.jsonl", "--model", "rapo", "--run", "panel", "--progress", "none")
     assert Path("panel/results.jsonl").read_bytes() == before
@@ -124,7 +124,7 @@ def test_kept_answers_are_taken_where_the_weights_are_those_that_gave_them(capsy
     assert "evaluate again, with --tasks and a new --run" in refused(capsys, "eval", "--regrade", "panel")
 
 
-def test_what_is_no_checkpoint_of_this_model_says_which_to_name(capsys: Said) -> None:
+def test_an_invalid_checkpoint_error_names_the_valid_ones(capsys: Said) -> None:
     def tried(*given: str) -> str:
         return refused(capsys, "train", "plain.toml", *given, "--run", "new", "--progress", "none")
 

@@ -90,7 +90,7 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
         pytest.skip("it is refused")
     lora = None if targets is None else LoraSettings(rank=2, target_modules=targets)
     policy = Policy(found, OptimizerSettings(), lora=lora)
-    learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
+    learner = cast(Any, SimpleNamespace(language_model=found, trained_parameters=frozenset(policy.masters)))
     with safe_open(folder / "model.safetensors", "pt") as file:
         wanted = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     sent = engine_weights(learner, VllmSettings())
@@ -140,7 +140,7 @@ def test_an_adapter_that_separates_tied_weights_is_refused_for_remote_engines(tm
     found = load(one, saved(one, tmp_path / "model"))
     assert not isinstance(found, OutriderError)
     policy = Policy(found, OptimizerSettings(), lora=LoraSettings(target_modules=("lm_head",)))
-    learner = cast(Any, SimpleNamespace(language_model=found, trained=frozenset(policy.masters)))
+    learner = cast(Any, SimpleNamespace(language_model=found, trained_parameters=frozenset(policy.masters)))
     with pytest.raises(ConfigError, match=r"one tied weight"):
         engine_weights(learner, VllmSettings())
     with pytest.raises(ConfigError, match=r"one tied weight"):

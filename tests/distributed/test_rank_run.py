@@ -88,7 +88,7 @@ def test_a_run_restarts_after_a_lost_rank_and_ends_in_the_same_bits(
     os.kill(int(ranks[0].split()[0]), how)
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr + stdout
-    assert "begin anew from the newest checkpoint, repair 1 of 3 within an hour" in stdout
+    assert "restart from the newest checkpoint, repair 1 of 3 within an hour" in stdout
     assert runs.left_behind() == set()
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))

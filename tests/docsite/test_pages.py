@@ -34,18 +34,18 @@ def test_the_tiny_trace_branches_and_retrieves() -> None:
     assert len({leaf.episode_return for leaf in trace.leaves.values()}) == 2
 
 
-def test_the_picture_is_what_the_script_draws() -> None:
+def test_the_picture_is_that_of_the_script() -> None:
     drawn = (ROOT / "docs" / "images" / "trace.svg").read_text(encoding="utf-8")
     assert drawn == picture(play()), "run: python -m docsite.picture"
 
 
-def test_the_demos_curves_are_what_the_script_draws() -> None:
+def test_the_curves_of_the_demo_are_those_of_the_script() -> None:
     drawn = (ROOT / "docs" / "images" / "demo.svg").read_text(encoding="utf-8")
     assert drawn == curves(), "run: python -m docsite.demo_curve"
     ElementTree.fromstring(drawn)
 
 
-def test_settings_and_commands_are_all_there() -> None:
+def test_the_reference_has_all_settings_and_commands() -> None:
     settings, commands = settings_page(), cli_page()
     for name in (
         "grpo",

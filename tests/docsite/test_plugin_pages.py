@@ -30,7 +30,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "registered", lambda kind: points if kind == "algorithms" else {})
 
 
-def test_every_plugin_has_a_row_with_its_own_keys_and_its_pages() -> None:
+def test_every_plugin_has_a_row_with_its_settings_and_pages() -> None:
     page = plugins_page()
     titles = [kind.capitalize().replace("_", " ") for kind in KINDS]
     assert re.findall("^## (.*)$", page, re.MULTILINE) == titles
@@ -55,12 +55,12 @@ def test_links_to_settings_hit_a_heading() -> None:
     assert anchors <= made
 
 
-def test_metrics_of_what_is_built_in_are_those_of_the_repository() -> None:
+def test_metrics_of_built_in_plugins() -> None:
     assert all_metrics_page() == metrics_page() and PAGES["metrics.md"] is all_metrics_page
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_that_is_installed_has_its_row_and_its_metrics() -> None:
+def test_an_installed_package_has_its_row_and_its_metrics() -> None:
     page, metrics = plugins_page(), all_metrics_page()
     came_from, _, settings, pages = _row(page, "mine")
     assert came_from != "built in" and "Settings`" in settings and pages == ""

@@ -1,6 +1,5 @@
 """The goals of ALFWorld as formulas, read and checked apart from the games' own code: facts in, truth out."""
 
-import itertools
 from typing import Any
 
 from outrider.environments.alfworld.made_games import Scene, State
@@ -31,7 +30,8 @@ def holds(scene: Scene, state: State) -> bool:
     )
     tokens = iter(formula.replace("(", " ( ").replace(")", " ) ").split())
     assert next(tokens) == "("
-    return _true(_read(tokens), facts(scene, state), {"o": list(scene.things), "r": list(scene.receptacles)})
+    names = {"o": list(scene.things), "r": list(scene.receptacles)}
+    return _true(_read(tokens), facts(scene, state), names, {})
 
 
 def facts(scene: Scene, state: State) -> set[tuple[str, ...]]:
@@ -55,25 +55,18 @@ def _read(tokens: Any) -> list[Any]:
     return parts
 
 
-def _true(formula: Any, known: set[tuple[str, ...]], names: dict[str, list[str]]) -> bool:
+def _true(
+    formula: Any, known: set[tuple[str, ...]], names: dict[str, list[str]], values: dict[str, str]
+) -> bool:
     head, *rest = formula
     match head:
         case "and":
-            return all(_true(one, known, names) for one in rest)
+            return all(_true(one, known, names, values) for one in rest)
         case "not":
-            return not _true(rest[0], known, names)
+            return not _true(rest[0], known, names, values)
         case "=":
-            return bool(rest[0] == rest[1])
+            return values[rest[0]] == values[rest[1]]
         case "exists":
-            variables, body = rest
-            return any(
-                _true(_filled(body, dict(zip(variables, chosen, strict=True))), known, names)
-                for chosen in itertools.product(*(names[one[1]] for one in variables))
-            )
-    return (head, *rest) in known
-
-
-def _filled(formula: Any, values: dict[str, str]) -> Any:
-    if isinstance(formula, list):
-        return [_filled(one, values) for one in formula]
-    return values.get(formula, formula)
+            [variable], body = rest
+            return any(_true(body, known, names, {**values, variable: name}) for name in names[variable[1]])
+    return (head, *(values.get(one, one) for one in rest)) in known

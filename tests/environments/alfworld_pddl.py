@@ -103,11 +103,7 @@ def record(folder: Path) -> None:
         for index in range(3):
             scene = make_scene(7, "train", task_type, index)
             path = write_game(folder / task_type / str(index), scene)
-            game, draw, walk = (
-                published.PublishedGame(path, engines),
-                stream(0, path.name, index),
-                [],
-            )
+            game, draw, walk = (published.PublishedGame(path, engines), stream(0, path.name, index), [])
             opening, first = game.opening, game.commands()
             for _ in range(40):
                 weights = [

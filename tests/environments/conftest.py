@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(autouse=True, scope="module")
-def agent_factories_of_a_module() -> Iterator[None]:
-    """Close the agent factories that the tests of a module have shared."""
+@pytest.fixture(autouse=True, scope="session")
+def shared_agent_factories() -> Iterator[None]:
+    """Close the agent factories that the tests have shared."""
     yield
-    if (shared := sys.modules.get("tests.environments.agents.shared")) is not None:
-        shared.close_shared_factories()
+    if (harness := sys.modules.get("tests.environments.agents.harness")) is not None:
+        harness.close_shared_factories()

@@ -1,39 +1,149 @@
-"""What a program may ask, and what is refused: in words, in OpenAI's form, and counted."""
+"""Requests to the endpoint: what happens to every field, tools, and the two forms of a conversation."""
 
 import json
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+import logging
+import typing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.environments.agent.environment import AgentEnvironment  # noqa: E402
-from outrider.environments.agent.requests import Answer, BadRequest, PolicyRequest, read_chat
-from outrider.environments.agent.responses import read_response, response_events  # noqa: E402
-from outrider.environments.agent.responses import response as written  # noqa: E402
-from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
-from outrider.environments.base import Episode  # noqa: E402
-from outrider.errors import EnvironmentFault  # noqa: E402
-from outrider.rollout.settings import Limits  # noqa: E402
-from outrider.tokens import ChatRenderer  # noqa: E402
-from outrider.trace import split_contexts  # noqa: E402
-from outrider.types import Message, Outcome, Task, ToolCall  # noqa: E402
-from tests.environments.test_agent import ONE, scheduled  # noqa: E402
-from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
+from pydantic import ValidationError  # noqa: E402
 
-ASKING = "tests.environments.agents.asking"
+from outrider.environments.agent.environment import AgentConfig  # noqa: E402
+from outrider.environments.agent.requests import (
+    CHAT,
+    FIELDS,
+    IGNORABLE,
+    RESPONSES,
+    PolicyRequest,
+    RequestError,
+    RequestField,
+    RequestPath,
+    fields_table,
+    read_request,
+)
+from outrider.environments.agent.responses import Answer, write_response  # noqa: E402
+from outrider.training.step_metrics import rollout_metrics  # noqa: E402
+from outrider.types import Message, ToolCall  # noqa: E402
+from tests.environments.agents.harness import (  # noqa: E402
+    PROGRAMS,
+    closing,
+    finished,
+    own_factory,
+    play_one,
+    scheduler,
+    task,
+)
+
+VALUE: Any = {"some": "value"}  # the default of no field
+PATHS = (CHAT, RESPONSES)
 HELLO = [{"role": "user", "content": "a"}]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "howto" / "agents.md"
+
+
+def read(path: RequestPath, ignores: tuple[str, ...] = (), **fields: Any) -> PolicyRequest:
+    conversation: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"input": "a"}
+    return read_request(path, {**conversation, **fields}, takes_tools=True, ignored_fields=ignores)
 
 
 def look(**parameters: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
 
 
-def of(**fields: Any) -> PolicyRequest:
-    return read_chat({"messages": HELLO, **fields}, takes_tools=True)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_field_is_done_refused_or_counted(field: RequestField, path: RequestPath) -> None:
+    use, plain = "refused" if field.only not in (None, path) else field.use, read(path)
+    for value in () if use == "done" else (None, *field.defaults):
+        assert read(path, **{field.name: value}) == plain
+    if use == "ignored":
+        assert read(path, **{field.name: VALUE}).ignored == (field.name,)
+    elif use == "refused":
+        with pytest.raises(RequestError, match=field.name) as refused:
+            read(path, **{field.name: VALUE})
+        assert refused.value.param == field.name
+    if field.is_ignorable:
+        assert read(path, (field.name,), **{field.name: VALUE}).ignored == (field.name,)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "ignored"),
+    [
+        (CHAT, {"made_up": 0}, "made_up"),
+        (RESPONSES, {"made_up": {"a": 1}}, "made_up"),
+        (CHAT, {"temperature": 0}, "temperature"),
+        (CHAT, {"temperature": True}, "temperature"),
+        (RESPONSES, {"reasoning": {"effort": "low"}}, "reasoning"),
+        (RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include.reasoning.encrypted_content"),
+        (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        (RESPONSES, {"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        (CHAT, {"tools": look(), "tool_choice": "required"}, "tool_choice"),
+        (RESPONSES, {"tools": look(), "tool_choice": {"type": "function", "name": "look"}}, "tool_choice"),
+        (CHAT, {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools.strict"),
+        (RESPONSES, {"tools": [{"type": "function", "name": "f", "strict": True}]}, "tools.strict"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages.name"),
+    ],
+)
+def test_parts_without_effect_are_counted(path: RequestPath, fields: dict[str, Any], ignored: str) -> None:
+    assert read(path, **fields).ignored == (ignored,)
+
+
+_TURN_BEGUN = {"role": "assistant", "content": "b", "prefix": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "words"),
+    [
+        (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include", None),
+        (RESPONSES, {"text": {"format": {"type": "json_object"}}}, "text.format", None),
+        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "environment.response_form"),
+        (CHAT, {"response_format": {"type": "grammar"}}, "response_format", "known are text"),
+        (CHAT, {"n": 17}, "n", None),
+        (CHAT, {"n": 0}, "n", None),
+        (CHAT, {"max_tokens": 0}, "max_tokens", None),
+        (RESPONSES, {"max_output_tokens": "9"}, "max_output_tokens", None),
+        (CHAT, {"stream": "yes"}, "stream", None),
+        (CHAT, {"logprobs": 5}, "logprobs", None),
+        (CHAT, {"stop": 3}, "stop", None),
+        (CHAT, {"messages": []}, "messages", None),
+        (RESPONSES, {"input": []}, "input", None),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}, "input", None),
+        (RESPONSES, {"input": [{"id": "x"}]}, "input", None),
+        (CHAT, {"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content", None),
+        (CHAT, {"messages": [*HELLO, _TURN_BEGUN]}, "messages.prefix", None),
+        (CHAT, {"messages": [{"role": "assistant", "function_call": {"name": "f"}}, *HELLO]},
+         "messages.function_call", None),
+        (CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "b"}]}, "messages", "assistant's"),
+        (RESPONSES, {"input": [{"role": "assistant", "content": "b"}]}, "input", "assistant's"),
+        (CHAT, {"tools": [{"type": "web_search"}]}, "tools", None),
+        (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", None),
+        (CHAT, {"functions": look()}, "functions", "functions"),
+        (CHAT, {"function_call": "auto"}, "function_call", "function_call"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "no tools are sent"),
+        (CHAT, {"tool_choice": "always", "tools": look()}, "tool_choice", "known are auto"),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": "leap"}}, "tools": look()},
+         "tool_choice", "'leap'"),
+        (CHAT, {"tool_choice": {"type": "function", "name": "leap"}, "tools": look()}, "tool_choice",
+         "the tools are look"),
+        (CHAT, {"tool_choice": {"type": "function", "function": 3}, "tools": look()}, "tool_choice",
+         "JSON object"),
+        (CHAT, {"tool_choice": {"type": "allowed_tools"}, "tools": look()}, "tool_choice", "allowed_tools"),
+        (CHAT, {"tool_choice": 5, "tools": look()}, "tool_choice", "known are auto"),
+        (CHAT, {"parallel_tool_calls": 0, "tools": look()}, "parallel_tool_calls", "true or false"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_the_field(
+    path: RequestPath, fields: dict[str, Any], param: str, words: str | None
+) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        read(path, **fields)
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize(
@@ -53,20 +163,12 @@ def of(**fields: Any) -> PolicyRequest:
         {"description": []},
     ],
 )
-def test_a_schema_that_is_none(parameters: dict[str, Any]) -> None:
-    with pytest.raises(BadRequest, match="the schema of look's parameters"):
-        of(tools=look(**parameters))
+def test_an_invalid_schema_is_refused(parameters: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="the schema of look's parameters"):
+        read(CHAT, tools=look(**parameters))
 
 
-def test_a_schema_without_end() -> None:
-    schema: dict[str, Any] = {}
-    for _ in range(200):
-        schema = {"properties": {"a": schema}}
-    with pytest.raises(BadRequest, match="levels"):
-        of(tools=look(**schema))
-
-
-def test_schemas_that_clients_send() -> None:
+def test_schemas_of_clients_are_taken_and_deep_ones_refused() -> None:
     properties = {
         "a": {"anyOf": [{"type": "string", "enum": ["x"]}, {"type": "null"}], "default": None, "title": "A"},
         "b": {"type": ["array", "null"], "items": {"$ref": "#/$defs/B"}},
@@ -74,217 +176,170 @@ def test_schemas_that_clients_send() -> None:
         "d": {"type": "object", "additionalProperties": {"type": "number"}},
         "e": {"type": "array", "items": [{"type": "string"}, {"type": "integer"}]},
     }
-    [tool] = of(tools=look(type="object", properties=properties, required=None)).conversation.tools
+    [tool] = read(CHAT, tools=look(type="object", properties=properties, required=None)).conversation.tools
     assert tool["parameters"]["properties"] == properties
+    schema: dict[str, Any] = {}
+    for _ in range(200):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(RequestError, match="levels"):
+        read(CHAT, tools=look(**schema))
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"functions": look()}, "functions"),
-        ({"function_call": "auto"}, "function_call"),
-        ({"tool_choice": "required"}, "no tools are sent"),
-        ({"tool_choice": "always", "tools": look()}, "known are auto"),
-        ({"tool_choice": {"type": "function", "function": {"name": "leap"}}, "tools": look()}, "'leap'"),
-        ({"tool_choice": {"type": "function", "name": "leap"}, "tools": look()}, "the tools are look"),
-        ({"tool_choice": {"type": "function", "function": 3}, "tools": look()}, "JSON object"),
-        ({"tool_choice": {"type": "allowed_tools"}, "tools": look()}, "allowed_tools"),
-        ({"tool_choice": 5, "tools": look()}, "known are auto"),
-        ({"parallel_tool_calls": 0, "tools": look()}, "true or false"),
-        ({"response_format": {"type": "json_object"}}, "environment.response_format"),
-        ({"response_format": {"type": "grammar"}}, "known are text"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRequest, match=words):
-        of(**fields)
-
-
-def test_what_may_be_asked_of_calls() -> None:
-    assert not of(tools=look(), tool_choice="none").conversation.tools
+def test_settings_of_calls() -> None:
+    assert not read(CHAT, tools=look(), tool_choice="none").conversation.tools
     for choice in (None, "auto", "required", {"type": "function", "function": {"name": "look"}}):
-        assert not of(tools=look(), tool_choice=choice).conversation.single_call
-    assert of(tools=look(), parallel_tool_calls=False).conversation.single_call
-    assert of(response_format={"type": "text"}, functions=[], function_call=None).num_answers == 1
-
-
-def test_a_response_says_what_was_asked() -> None:
-    choice = {"type": "function", "name": "look"}
-    fields = {"input": "a", "tools": look(), "tool_choice": choice, "parallel_tool_calls": False}
-    ask = read_response(fields, takes_tools=True)
+        assert not read(CHAT, tools=look(), tool_choice=choice).conversation.single_call
+    assert read(CHAT, tools=look(), parallel_tool_calls=False).conversation.single_call
+    assert read(CHAT, response_format={"type": "text"}, functions=[], function_call=None).num_answers == 1
+    named = {"type": "function", "name": "look"}
+    calls = {"tools": look(), "tool_choice": named, "parallel_tool_calls": False}
     answer = Answer(message=Message(role="assistant", content="b"), turn=None)
-    told = written(ask, answer, "r")
-    assert told["tool_choice"] == choice and told["parallel_tool_calls"] is False
-    kinds = [event.partition("\n")[0] for event in response_events(ask, answer, "r")]
-    assert kinds[:2] == ["event: response.created", "event: response.in_progress"]
-    told = written(read_response({"input": "a"}, takes_tools=True), answer, "r")
-    assert told["tool_choice"] == "auto" and told["parallel_tool_calls"] is True
+    for fields, expected in ((calls, (named, False)), ({}, ("auto", True))):
+        request = read(RESPONSES, **fields)
+        response: Any = write_response(RESPONSES, request, [answer], "r")
+        assert (response["tool_choice"], response["parallel_tool_calls"]) == expected
+        events = write_response(RESPONSES, replace(request, streams=True), [answer], "r")
+        kinds = [event.partition("\n")[0] for event in events]
+        assert kinds[:2] == ["event: response.created", "event: response.in_progress"]
 
 
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    found = Gateway()
-    try:
-        yield found
-    finally:
-        found.close()
+def test_the_table_is_in_the_documents_and_has_every_field_of_openais_client() -> None:
+    """``python -m outrider.environments.agent.requests`` prints it."""
+    assert fields_table() in DOCUMENT.read_text(encoding="utf-8")
+    pytest.importorskip("openai", reason="needs the package openai")
+    from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params as responses
+
+    known = {field.name for field in FIELDS}
+    for params in (chat.CompletionCreateParamsStreaming, responses.ResponseCreateParamsStreaming):
+        assert not set(typing.get_type_hints(params)) - known
 
 
-def sent(gateway: Gateway, key: str, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
-    head = {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(gateway.url + path, body, head, method=method)
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+def test_a_recipe_names_fields_that_can_be_ignored() -> None:
+    assert AgentConfig(function="a:b", ignored_fields=("logit_bias",)).ignored_fields == ("logit_bias",)
+    for name in ("previous_response_id", "temperature", "nope"):
+        assert name not in IGNORABLE
+        with pytest.raises(ValidationError, match=f"'{name}' cannot be ignored"):
+            AgentConfig(function="a:b", ignored_fields=(name,))
 
 
-def test_every_refusal_has_words_and_is_counted(gateway: Gateway) -> None:
-    session = gateway.open(takes_tools=False)
-    refused = [
-        ("POST", "/completions", b"{}", 404), ("POST", "/embeddings", b"{}", 404),
-        ("GET", "/nope", None, 404),
-        ("GET", "/chat/completions", None, 405), ("DELETE", "/models/policy", None, 405),
-        ("POST", "/chat/completions", b"x" * (MAX_BYTES + 1), 413),
-        ("POST", "/responses", b"{", 400), ("POST", "/reward", b'"much"', 400),
-    ]  # fmt: skip
-    for number, (method, path, body, status) in enumerate(refused, start=1):
-        found, told = sent(gateway, session.key, method, path, body)
-        assert found == status and told["error"]["message"] and told["error"]["code"], told
-        assert told["error"]["type"] == "invalid_request_error" and session.num_refused == number
-    assert sent(gateway, "nobody", "GET", "/nope")[0] == 404 and session.num_refused == len(refused)
+def test_an_ignored_field_is_counted_always_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(own_factory(function=f"{PROGRAMS}:run")) as factory, caplog.at_level(logging.WARNING):
+        report = scheduler(factory).run([task("cold")], modes=("m",) * 2, training_step=0)
+    for leaf in report.traces[0].leaves.values():
+        assert leaf.metrics["num_ignored_fields"] == 5 and leaf.metrics["num_refused_requests"] == 1
+    lines = [record.message for record in caplog.records if "ignored and counted" in record.message]
+    assert [sum(name in line for line in lines) for name in ("temperature", "seed", "made_up")] == [1, 1, 1]
+    metrics = rollout_metrics(report.traces)
+    assert metrics["endpoint/num_ignored_fields"] == 10 and metrics["endpoint/num_requests"] == 6
+    assert metrics["endpoint/num_refused_requests"] == 2 and metrics["endpoint/num_unfit_calls"] == 0
+    metrics = play_one(task("cold"), ignored_fields=("min_tokens",)).metrics
+    assert metrics["num_ignored_fields"] == 6 and metrics["num_refused_requests"] == 0
 
 
-def test_a_model_of_any_name_is_there(gateway: Gateway) -> None:
-    session = gateway.open(takes_tools=False)
-    for name in ("policy", "org/some-model"):
-        status, told = sent(gateway, session.key, "GET", f"/models/{name}")
-        assert (status, told["id"], told["object"]) == (200, name, "model")
-    assert sent(gateway, "nobody", "GET", "/models/policy")[0] == 401 and session.num_refused == 0
-
-
-def test_too_many_requests_are_counted(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 0)
-    session = gateway.open(takes_tools=False)
-    body = json.dumps({"messages": HELLO}).encode()
-    status, told = sent(gateway, session.key, "POST", "/chat/completions", body)
-    assert (status, told["error"]["code"], session.num_refused) == (400, "too_many_requests", 1)
-
-
-def with_native_calls() -> ChatRenderer:
-    family = FAMILIES["qwen3"]
-    return ChatRenderer(
-        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
-    )
-
-
-def with_calls(*turns: Sequence[ToolCall | str]) -> Any:
-    """A policy that says these turns."""
-
-    def script(request: Any, text: str) -> str:
-        turn = turns[int(request.request_id.rsplit("/", 1)[1])]
-        return "\n".join(
-            one if isinstance(one, str)
-            else f'<tool_call>\n{json.dumps({"name": one.name, "arguments": one.arguments})}\n</tool_call>'
-            for one in turn
-        )  # fmt: skip
-
-    return script
-
-
-def test_a_program_that_takes_one_call_a_turn() -> None:
-    """Of two it is given none, as words: it saw all that is trained on, and its history keeps the ids."""
-    one = ToolCall(name="look", arguments={})
-    with scheduled(
-        function=f"{ASKING}:one_call", renderer=with_native_calls(), tool_calls="hermes",
-        script=with_calls([one, one], [one], ["done"]), limits=Limits(max_turn_tokens=200),
-    ) as scheduler:  # fmt: skip
-        [(leaf, path)] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].rollouts()
-    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), leaf.detail
-    turns = [node for node in path if node.trainable]
-    assert [node.metadata["invalid"] for node in turns] == [True, False, False]
-    assert len(split_contexts(path)) == 1
-
-
-def test_also_where_a_server_has_read_them() -> None:
-    with scheduled(function=f"{ASKING}:one_call", tool_calls="hermes") as scheduler:
-        environment = scheduler.factory(ONE[0])
-        try:
-            environment.reset(0)
-            one = ToolCall(name="look", arguments={})
-            result = environment.step(Message(role="assistant", content="so:", tool_calls=(one, one)))
-            assert result.invalid and not result.done
-        finally:
-            environment.close()
-
-
-def test_answers_that_should_be_json() -> None:
-    settings = {"function": f"{ASKING}:json_wanted", "script": lambda request, text: "no JSON"}
-    with scheduled(**settings, response_format="ignore") as scheduler:
-        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
-    assert (leaf.episode_return, leaf.metrics["num_ignored_formats"]) == (2.0, 2.0)
+def test_json_output_is_refused_or_ignored_and_counted() -> None:
+    leaf = play_one(task("json_wanted"), script=lambda *_: "no JSON", response_format="ignore")
+    assert finished(leaf, 2.0) and leaf.metrics["num_ignored_formats"] == 2.0
     assert leaf.metrics["num_requests"] == 3 and leaf.metrics["num_refused_requests"] == 0
-    with scheduled(**settings) as scheduler:
-        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
-    assert (leaf.episode_return, leaf.metrics["num_refused_requests"]) == (0.0, 2.0)
+    leaf = play_one(task("json_wanted"), script=lambda *_: "no JSON")
+    assert finished(leaf, 0.0) and leaf.metrics["num_refused_requests"] == 2.0
     assert "num_ignored_formats" not in leaf.metrics
 
 
-@pytest.mark.slow
-def test_agents_with_a_type_for_what_comes_out() -> None:
-    pytest.importorskip("agents", reason="needs OpenAI's Agents SDK")
-    with scheduled(
-        function=f"{ASKING}:typed", response_format="ignore",
-        renderer=with_native_calls(), tool_calls="hermes",
-        script=with_calls([ToolCall(name="weather", arguments={"city": "Paris"})], ['{"sky": "sunny"}']),
-        limits=Limits(max_turn_tokens=200),
-    ) as scheduler:  # fmt: skip
-        [leaf] = scheduler.run(ONE, modes=("m",), training_step=0).traces[0].leaves.values()
-    assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 1.0), leaf.detail
-    assert leaf.metrics["num_ignored_formats"] == leaf.metrics["num_requests"] == 2
+# Items of /v1/responses.
 
 
-class Unreadable(AgentEnvironment):
-    def read(self, text: str) -> Message:
-        raise TypeError("unhashable")
+def thought(text: str, name: str = "content") -> dict[str, Any]:
+    kind = "reasoning_text" if name == "content" else "summary_text"
+    return {"type": "reasoning", "id": "rs", "summary": [], name: [{"type": kind, "text": text}]}
 
 
-def test_a_turn_that_an_environment_cannot_read_is_a_fault_of_its_rollout() -> None:
-    with scheduled("guess", script=lambda request, text: "7") as scheduler:
-        made, plain = [], scheduler.factory
-
-        def factory(task: Task) -> Any:
-            made.append(plain(task))
-            if len(made) == 1:
-                made[0].__class__ = Unreadable
-            return made[-1]
-
-        scheduler.factory = factory  # type: ignore[assignment]
-        tasks = [Task(key="t", question="", answers=("7",))]
-        report = scheduler.run(tasks, modes=("m",) * 3, training_step=0)
-        scheduler.factory = plain
-    found = sorted(leaf.outcome.value for leaf in report.traces[0].leaves.values())
-    assert found == ["environment_fault", "finished", "finished"]
-    assert "Unreadable cannot read a turn: TypeError: unhashable" in " ".join(report.fault_reasons)
+def said(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
 
 
-class BadTools:
-    """An environment with native calls whose tools are none."""
-
-    call_format = "hermes"
-    tool_schemas = ({"name": "look", "parameters": {"required": 5}},)
-
-    def reset(self, seed: int) -> Any: ...
-    def step(self, message: Message) -> Any: ...
-    def result(self) -> Any: ...
-    def close(self) -> None: ...
+def called(name: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
 
 
-def test_or_whose_tools_break_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise SystemExit(3)
+def of_turn(number: int, item: dict[str, Any]) -> dict[str, Any]:
+    """The item as this endpoint writes it."""
+    kind = {"reasoning": "rs", "message": "msg", "function_call": "fc"}[item["type"]]
+    suffix = f"-c{number:08d}" if kind == "fc" else ""
+    return {**item, "id": f"{kind}-turn-{number}{suffix}"}
 
-    monkeypatch.setattr("outrider.environments.base.read_turn", broken)
-    with pytest.raises(EnvironmentFault, match="BadTools cannot read a turn: SystemExit: 3"):
-        Episode(BadTools()).read("x")
+
+def messages_of(items: Any, **fields: Any) -> tuple[Message, ...]:
+    return read(RESPONSES, input=items, **fields).conversation.messages
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([thought("a"), said("b")], [("a", "b", 0)]),
+        ([thought("a", "summary"), called("c")], [("a", "", 1)]),
+        ([thought("a"), said("b"), called("c"), called("d")], [("a", "b", 2)]),
+        ([thought("a"), thought("b"), said("c")], [("a\nb", "c", 0)]),
+        ([said("a"), thought("b"), said("c")], [("", "a", 0), ("b", "c", 0)]),
+        ([{"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"}], []),
+        ([said("a"), said("b")], [("", "a", 0), ("", "b", 0)]),
+        ([said("a"), called("c")], [("", "a", 1)]),
+        ([called("c"), said("a")], [("", "a", 1)]),  # its call has no result: the turn goes on
+        ([thought("a"), called("c"), thought("b"), called("d")], [("a\nb", "", 2)]),
+        ([of_turn(1, said("a")), of_turn(1, called("c"))], [("", "a", 1)]),
+        ([of_turn(1, said("a")), of_turn(2, called("c"))], [("", "a", 0), ("", "", 1)]),
+        ([of_turn(1, thought("a")), of_turn(2, thought("b"))], [("a", "", 0), ("b", "", 0)]),
+        ([of_turn(1, thought("a")), said("b"), of_turn(1, called("c"))], [("a", "b", 1)]),
+    ],
+)
+def test_the_items_of_a_turn_are_one_message(items: list[Any], turns: list[tuple[str, str, int]]) -> None:
+    found = messages_of([*HELLO, *items, *HELLO])
+    assert [(one.reasoning, one.content, len(one.tool_calls)) for one in found[1:-1]] == turns
+
+
+def test_a_history_is_the_same_in_both_forms() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "c", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "b", "reasoning_content": "a", "tool_calls": [call]}
+    chat = [*HELLO, turn, {"role": "tool", "tool_call_id": "c", "content": "sunny"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": "sunny"}
+    expected = read(CHAT, messages=chat).conversation
+    items = [*HELLO, thought("a"), said("b"), called("c"), output]
+    assert read(RESPONSES, input=items).conversation == expected
+    calls = (ToolCall(name="c", call_id="c"),)
+    assert expected.messages[1] == Message(role="assistant", content="b", reasoning="a", tool_calls=calls)
+
+
+def test_the_roles_and_forms_of_an_input() -> None:
+    """Instructions come first; developers are the system; results are text, in parts or not."""
+    parts = [{"type": "input_text", "text": "sun"}, {"type": "input_text", "text": "ny"}]
+    output = {"type": "function_call_output", "call_id": "c", "output": parts}
+    items = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}, called("c"), output]
+    found = messages_of(items, instructions="i")
+    assert [(one.role, one.content) for one in found] == [
+        ("system", "i"),
+        ("system", "d"),
+        ("user", "sunny"),
+        ("assistant", ""),
+        ("tool", "sunny"),
+    ]
+    assert (found[-1].tool_call_id, found[-1].tool_name) == ("c", "c")
+    assert messages_of("q") == (Message(role="user", content="q"),)
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_output_that_is_sent_back_is_the_same_turn(with_ids: bool) -> None:
+    """Reasoning, text and calls; otherwise the rollout would have one sample more."""
+    calls = tuple(ToolCall(name="c", arguments={"a": number}, call_id=f"c{number}") for number in range(2))
+    turn = Message(role="assistant", content="b", reasoning="a", tool_calls=calls)
+    out: Any = write_response(RESPONSES, read(RESPONSES), [Answer(message=turn, turn=None)], "turn-3")
+    items = out["output"] if with_ids else [{**one, "id": None} for one in out["output"]]
+    results = [{"type": "function_call_output", "call_id": one.call_id, "output": "x"} for one in calls]
+    found = messages_of([*HELLO, *json.loads(json.dumps(items)), *results])
+    assert found[1] == turn and len(found) == 4
+
+
+@pytest.mark.parametrize("field", ["content", "summary"])
+@pytest.mark.parametrize("value", ["text", [3], 7])
+def test_an_odd_item_is_refused_with_a_reason(field: str, value: object) -> None:
+    with pytest.raises(RequestError, match="reasoning item"):
+        messages_of([{"type": "reasoning", field: value}, {"role": "user"}])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.alfworld import made_games as texts
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment, AlfworldTaskSet
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 from outrider.environments.alfworld.made_games import (
     TASK_TYPES,
     VERBS,
@@ -32,7 +32,9 @@ from outrider.environments.alfworld.made_games import (
     tables,
 )
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.base import SPLITS, CopyableEnvironment, StepResult, make_task_set
+from outrider.environments.base import SPLITS, CopyableEnvironment, Env, StepResult, make_task_set
+from outrider.environments.environment import EnvironmentEpisode, EnvironmentTaskSet
+from outrider.environments.text_games import Game
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError
 from outrider.types import Message, Task
@@ -90,13 +92,20 @@ def walk(data: Any, game: OfflineGame, most: int = 25) -> Iterator[str]:
         yield data.draw(st.sampled_from(near if near and data.draw(st.booleans()) else found))
 
 
-def start(scene: Scene = KITCHEN, **changes: Any) -> AlfworldEnvironment:
-    environment = AlfworldEnvironment(config=AlfworldConfig(**changes), open_game=lambda: OfflineGame(scene))
+class OneScene(AlfworldEnvironment):
+    """Its game is the scene in ``shared``."""
+
+    def open_game(self) -> Game:
+        return OfflineGame(self.shared)
+
+
+def start(scene: Scene = KITCHEN, **changes: Any) -> EnvironmentEpisode:
+    environment = EnvironmentEpisode(OneScene(AlfworldConfig(**changes), scene), Task(key="t", question="q"))
     environment.reset(0)
     return environment
 
 
-def act(environment: AlfworldEnvironment, command: str) -> StepResult:
+def act(environment: Env, command: str) -> StepResult:
     return environment.step(Message(role="assistant", content=f"I think. <action>{command}</action>"))
 
 
@@ -244,7 +253,7 @@ def test_splits_share_no_floor_plan_and_hold_out_what_the_original_does() -> Non
     assert [len(numbers[split]) for split in SPLITS] == [80, 16, 24]
     assert set.union(*numbers.values()) == {plan.number for plan in floor_plans()}
     assert numbers["test"] == {base + one for base in (0, 200, 300, 400) for one in range(1, 7)}
-    family = AlfworldTaskSet(AlfworldConfig(num_train=120, num_valid=120, num_test=120))
+    family = AlfworldEnvironment.build(AlfworldConfig(num_train=120, num_valid=120, num_test=120))
     for split in SPLITS:
         played = {task.metadata["floor_plan"] for task in family.tasks(split)}
         assert played <= numbers[split] and len(played) > len(numbers[split]) / 2
@@ -317,8 +326,8 @@ def fewest_commands(scene: Scene) -> int:
         border = following
 
 
-def test_the_expert_solves_a_thousand_games_with_admitted_commands() -> None:
-    family = AlfworldTaskSet(AlfworldConfig(num_train=600, num_valid=200, num_test=200))
+def test_the_expert_solves_games_with_possible_commands() -> None:
+    family = AlfworldEnvironment.build(AlfworldConfig(num_train=150, num_valid=50, num_test=50))
     lengths = set()
     for task in (task for split in SPLITS for task in family.tasks(split)):
         steps = family.expert(task, seed=0)
@@ -329,7 +338,7 @@ def test_the_expert_solves_a_thousand_games_with_admitted_commands() -> None:
 
 
 def test_an_expert_who_needs_more_moves_than_there_are_is_none() -> None:
-    family = AlfworldTaskSet(AlfworldConfig(max_moves=5, num_test=24))
+    family = AlfworldEnvironment.build(AlfworldConfig(max_moves=5, num_test=24))
     lengths = [(task, len(shortest_plan(scene_of(task)))) for task in family.tasks("test")]
     assert min(length for _, length in lengths) < 5 < max(length for _, length in lengths)
     for task, length in lengths:
@@ -348,13 +357,15 @@ def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() ->
         "valid": "68f5b66615c94bfd65ca62c51596dee11a7582c6ca9784882efc8c30e79cf923",
         "test": "6954986cce166c6f74deb6167d95e415f01bf75324e2bded68b6d294628544ab",
     }
-    family = AlfworldTaskSet(AlfworldConfig())
+    family = AlfworldEnvironment.build(AlfworldConfig())
     assert {split: hash_tasks(family.tasks(split)) for split in SPLITS} == frozen
-    more = AlfworldTaskSet(AlfworldConfig(num_test=80)).tasks("test")
+    more = AlfworldEnvironment.build(AlfworldConfig(num_test=80)).tasks("test")
     assert list(family.tasks("test")) == list(more[:60])
-    heated = AlfworldTaskSet(AlfworldConfig(task_types=("pick_heat_then_place_in_recep",), num_test=5))
+    heated = AlfworldEnvironment.build(
+        AlfworldConfig(task_types=("pick_heat_then_place_in_recep",), num_test=5)
+    )
     assert all(task in more for task in heated.tasks("test"))
-    others = AlfworldTaskSet(AlfworldConfig(game_seed=1)).tasks("test")
+    others = AlfworldEnvironment.build(AlfworldConfig(game_seed=1)).tasks("test")
     assert not {task.metadata["digest"] for task in others} & {task.metadata["digest"] for task in more}
 
 
@@ -431,12 +442,12 @@ def test_the_commands_are_listed_where_that_is_wanted() -> None:
 
 @given(data=st.data())
 def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
-    task = data.draw(st.sampled_from(AlfworldTaskSet(AlfworldConfig()).tasks("valid")))
-    factory = AlfworldTaskSet(AlfworldConfig()).make()
+    task = data.draw(st.sampled_from(AlfworldEnvironment.build(AlfworldConfig()).tasks("valid")))
+    factory = AlfworldEnvironment.build(AlfworldConfig()).make()
     environment, again = factory(task), factory(task)
     assert isinstance(environment, CopyableEnvironment) and environment.reset(0) == again.reset(5)
     done = []
-    for command in walk(data, environment._game, 10):  # type: ignore[arg-type]
+    for command in walk(data, environment.environment.game, 10):  # type: ignore[arg-type]
         done.append((command, act(environment, command)))
         if done[-1][1].done:
             break
@@ -444,11 +455,11 @@ def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
     if done[-1][1].done:
         return
     twin = environment.copy()
-    state = environment._game.state.copy()  # type: ignore[union-attr]
-    for command in walk(data, twin._game, 5):  # type: ignore[arg-type]
+    state = environment.environment.game.state.copy()  # type: ignore[union-attr]
+    for command in walk(data, twin.environment.game, 5):  # type: ignore[arg-type]
         if act(twin, command).done:
             break
-    assert environment._game.state == state == again._game.state  # type: ignore[union-attr]
+    assert environment.environment.game.state == state == again.environment.game.state  # type: ignore[union-attr]
     assert act(environment, "inventory") == act(again, "inventory")
 
 
@@ -472,14 +483,14 @@ def test_impossible_settings_are_refused(changes: dict[str, Any], told: str) -> 
 
 def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
     family = make_task_set(AlfworldConfig())
-    assert isinstance(family, AlfworldTaskSet) and family.stateful and family.stop == ("</action>",)
+    assert isinstance(family, EnvironmentTaskSet) and family.stateful and family.stop == ("</action>",)
     assert AlfworldConfig().replayed_differently() == [] and AlfworldConfig().waiting_s(64) == 0.0
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
-    [task] = AlfworldTaskSet(AlfworldConfig(num_test=1)).tasks("test")
+    [task] = AlfworldEnvironment.build(AlfworldConfig(num_test=1)).tasks("test")
     for changed, told in (
         ({"games": "offline-9"}, "no task of the ALFWorld games"), ({"digest": "0"}, "another game"),
         ({"task_type": "wash"}, "of no type"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=told):
-            family.make()(Task(key="t", question="q", metadata={**task.metadata, **changed}))
+            family.make()(Task(key="t", question="q", metadata={**task.metadata, **changed})).reset(0)

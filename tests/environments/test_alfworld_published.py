@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from outrider.environments.alfworld import play as published
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldTaskSet
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
 from outrider.environments.alfworld.made_games import TASK_TYPES, TaskType, make_scene, shortest_plan
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.base import Env, StepResult
+from outrider.environments.base import Env, StepResult, TaskSet
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.testing import check_environment
@@ -94,8 +94,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def family(data: Path, new_engine: Callable[[], Any] = StrictEngine, **more: Any) -> AlfworldTaskSet:
-    return AlfworldTaskSet(AlfworldConfig(data=data, **more), new_engine=new_engine)
+def family(data: Path, new_engine: Callable[[], Any] = StrictEngine, **more: Any) -> TaskSet:
+    class Substituted(AlfworldEnvironment):
+        @staticmethod
+        def new_engine(*, with_plan: bool = False) -> Any:
+            return new_engine()
+
+    return Substituted.build(AlfworldConfig(data=data, **more))
 
 
 def act(environment: Env, command: str) -> StepResult:
@@ -168,12 +173,12 @@ def test_a_copy_is_made_by_replay_and_goes_its_own_way(data: Path) -> None:
     task = ours.tasks("train")[0]
     environment = ours.make()(task)
     environment.reset(0)
-    there = next(one for one in environment._game.commands() if one.startswith("go to"))  # type: ignore[union-attr]
+    there = next(one for one in environment.environment.game.commands() if one.startswith("go to"))  # type: ignore[union-attr]
     act(environment, there)
     assert act(environment, "dance").invalid
     twin = environment.copy()
     assert twin.result() == environment.result() and act(twin, "look") == act(environment, "look")
-    act(twin, next(one for one in twin._game.commands() if one.startswith("go to")))  # type: ignore[union-attr]
+    act(twin, next(one for one in twin.environment.game.commands() if one.startswith("go to")))  # type: ignore[union-attr]
     assert there.removeprefix("go to ") in act(environment, "look").text
     environment.close()
     assert act(twin, "look").carried_out
@@ -235,7 +240,7 @@ def test_a_game_closed_while_a_thread_is_inside_gives_no_engine_away(data: Path)
             assert go_on.wait(30)
             return super().step(command)
 
-    engines = published.Engines(Slow)
+    engines = published.Engines(lambda **_: Slow())
     path = next((data / "train").rglob("game.tw-pddl"))
     game = published.PublishedGame(path, engines)
     with ThreadPoolExecutor(1) as pool:
@@ -244,7 +249,7 @@ def test_a_game_closed_while_a_thread_is_inside_gives_no_engine_away(data: Path)
         game.close()
         go_on.set()
         assert late.result().text
-    assert engines._free == []
+    assert engines._free[False] == []
 
 
 def test_an_engine_that_breaks_is_a_fault_and_no_reward(data: Path) -> None:
@@ -264,11 +269,11 @@ def test_an_engine_that_breaks_is_a_fault_and_no_reward(data: Path) -> None:
 
 
 def test_tasks_of_other_games_are_refused(data: Path) -> None:
-    task = AlfworldTaskSet(AlfworldConfig()).tasks("train")[0]
+    task = AlfworldEnvironment.build(AlfworldConfig()).tasks("train")[0]
     with pytest.raises(ConfigError, match="no task of the ALFWorld games published"):
-        family(data).make()(task)
+        family(data).make()(task).reset(0)
     with pytest.raises(ConfigError, match="no task of the ALFWorld games offline-0"):
-        AlfworldTaskSet(AlfworldConfig()).expert(family(data).tasks("train")[0], 0)
+        AlfworldEnvironment.build(AlfworldConfig()).expert(family(data).tasks("train")[0], 0)
 
 
 def test_without_the_package_it_says_what_to_install(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +283,7 @@ def test_without_the_package_it_says_what_to_install(data: Path, monkeypatch: py
         lambda name, *more: None if name == "fast_downward" else find(name, *more),
     )  # fmt: skip
     with pytest.raises(ToolUnavailable, match=r"fast_downward: pip install 'outrider\[alfworld\]'"):
-        AlfworldTaskSet(AlfworldConfig(data=data)).make()
+        AlfworldEnvironment.build(AlfworldConfig(data=data)).make()
     monkeypatch.setattr(published.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(published.importlib.metadata, "version", lambda name: "0.3.5")
     with pytest.raises(ToolUnavailable, match=r"ALFWorld 0\.3\.5 found, but its games need version 0\.4\.2"):
@@ -301,14 +306,14 @@ def test_the_package_plays_a_game_of_ours_as_we_do(
     scene = make_scene(3, "train", task_type, 1)
     root = tmp_path / "train" / "one"
     write_game(root, scene)
-    ours = AlfworldTaskSet(AlfworldConfig(data=tmp_path, num_valid=0, num_test=0))
+    ours = AlfworldEnvironment.build(AlfworldConfig(data=tmp_path, num_valid=0, num_test=0))
     [task] = ours.tasks("train")
     assert task.question == scene.goal.text
     environment, made = ours.make()(task), OfflineGame(scene)
     assert made.opening in environment.reset(0)[0].content
     for command in shortest_plan(scene)[:-1]:
         assert act(environment, command).text == made.act(command).text
-        assert environment._game.commands() == made.commands()  # type: ignore[union-attr]
+        assert environment.environment.game.commands() == made.commands()  # type: ignore[union-attr]
     twin = environment.copy()
     assert act(twin, "fly").invalid
     last = act(environment, shortest_plan(scene)[-1])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from outrider.engines.base import Request
-from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import OVER_LIMIT, EpisodeConfig
 from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
@@ -18,6 +18,7 @@ from outrider.tools.base import CallBudget, ToolOutput
 from outrider.trace import Trace
 from outrider.training.step_metrics import rollout_metrics
 from tests.rollout.fakes import scripted, tasks
+from tests.tool_episodes import tool_factory
 
 
 class Slow:
@@ -55,7 +56,7 @@ def play(
         )
 
     tool = Slow(seconds)
-    factory = ToolEnvironmentFactory(
+    factory = tool_factory(
         tools=[tool], config=EpisodeConfig(max_calls=4, max_batch_calls=limit), system_prompt=""
     )
     runs = Scheduler(

@@ -3,6 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,6 @@ from outrider.environments.base import (
 )
 from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
-from outrider.plugins.listing import require_kinds
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
@@ -227,6 +227,17 @@ def _raises(self: Any, *_: Any) -> Any:
     raise KeyError("lamp")
 
 
+class _Required(Guess.Settings):
+    lowest: int
+
+
+def _new_tasks(cls: Any, settings: Any, split: str) -> list[Task]:
+    return [Task(key=f"{split}/{next(_NUMBERS)}", question="1")]
+
+
+_NUMBERS = count()
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -235,6 +246,14 @@ def _raises(self: Any, *_: Any) -> Any:
         ({"reset": _raises}, "reset raises KeyError: 'lamp'"),
         ({"copy": _raises}, r"copy raises KeyError: 'lamp'; define copy\(\) or set can_copy = False"),
         ({"expert": _raises}, "the expert: KeyError: 'lamp'"),
+        ({"Settings": type("Settings", (), {"highest": 7})}, "write class Settings.outrider.Environment"),
+        ({"Settings": _Required}, r"check an instance, Wrong\(Wrong.Settings\(...\)\): 1 validation error"),
+        ({"tasks": classmethod(_raises)}, "tasks raises for the split 'train': KeyError: 'lamp'"),
+        ({"tasks": classmethod(lambda *_: ["a"])}, "task 1 is a value of type str, no Task"),
+        ({"tasks": classmethod(lambda *_: None)}, r"Wrong.tasks returned None, no list of Task"),
+        ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")] * 2)}, "the same key 'a'"),
+        ({"tasks": classmethod(_new_tasks)}, "differs when its tasks are read again"),
+        ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")])}, "is in 'train' and in 'test'"),
     ],
 )
 def test_the_check_reports_what_a_run_would_meet(members: dict[str, Any], message: str) -> None:
@@ -282,9 +301,8 @@ def test_a_class_without_a_method_is_an_error_before_the_run() -> None:
         "environment": {"type": f"{__name__}:Unfinished"},
         "algorithm": {"type": "grpo"},
     }
-    settings = load_settings(RunSettings, file=None, overrides=[], sections=sections)
     with pytest.raises(ConfigError, match=r"Unfinished .* is not an environment: it has no method step"):
-        require_kinds(settings)
+        load_settings(RunSettings, file=None, overrides=[], sections=sections)
 
 
 class Unfinished(Environment):

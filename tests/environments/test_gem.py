@@ -8,13 +8,15 @@ import pytest
 pytest.importorskip("gem", reason="needs the package gem-llm")
 
 from outrider.environments.base import CopyableEnvironment, TaskSet  # noqa: E402
-from outrider.environments.gym.environment import Gym
+from outrider.environments.gym.environment import GymEnvironment
 from outrider.environments.gym.making import GymConfig  # noqa: E402
 from outrider.types import Message  # noqa: E402
 
 
 def family(game: str, **settings: Any) -> TaskSet:
-    return Gym.build(GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings))
+    return GymEnvironment.build(
+        GymConfig(source="gem", id=game, num_train=4, num_test=2, num_valid=0, **settings)
+    )
 
 
 def say(environment: Any, text: str) -> Any:

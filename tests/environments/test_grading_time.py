@@ -14,7 +14,7 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.grading import math_answers, math_worker
 from outrider.environments.grading.answers import normalize_answer
 from outrider.environments.grading.math_answers import MathPool, compare_math
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import EnvironmentFault
 from outrider.rollout.episode import Sampling
@@ -28,6 +28,7 @@ from outrider.tools.search import stream_safe, terms
 from outrider.training.step_metrics import rollout_metrics
 from outrider.types import Outcome, Task
 from tests.rollout.fakes import TOKENIZER
+from tests.tool_episodes import tool_factory
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def play(answers: list[str], *, step_timeout_s: float) -> RolloutReport:
         engine=engine,
         renderer=ChatRenderer(TOKENIZER),
         run_seed=0,
-        factory=ToolEnvironmentFactory(tools=[], config=config, system_prompt=""),
+        factory=tool_factory(tools=[], config=config, system_prompt=""),
         limits=Limits(step_timeout_s=step_timeout_s),
         sampling=Sampling(stop=("</answer>",)),
     )

@@ -16,7 +16,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
 from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
 from outrider.environments.environment import EnvironmentEpisode  # noqa: E402
-from outrider.environments.gym.environment import Gym  # noqa: E402
+from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
 from outrider.environments.gym.making import (  # noqa: E402
     GymConfig,
     IsolatedRandom,
@@ -44,7 +44,7 @@ def of(world: str, **settings: Any) -> GymConfig:
 
 
 def started(config: GymConfig, number: int = 0) -> Any:
-    family = Gym.build(config)
+    family = GymEnvironment.build(config)
     environment = family.make()(family.tasks("train")[number])
     environment.reset(0)
     return environment
@@ -69,7 +69,7 @@ def say(environment: Any, text: str) -> Any:
 )
 def test_the_contract(config: GymConfig) -> None:
     texts = [f"<action>{one}</action>" for one in ("0", "1", "down", "right", "hit", "sun")]
-    check_environment(Gym.build(config), texts=texts)
+    check_environment(GymEnvironment.build(config), texts=texts)
 
 
 def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
@@ -103,16 +103,18 @@ def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
 
 def test_a_task_is_a_seed_and_no_split_has_another_ones() -> None:
     """A group plays one game whatever its reset seed; more tasks leave the first ones as they are."""
-    family = Gym.build(of("Echo", first_seed=7))
+    family = GymEnvironment.build(of("Echo", first_seed=7))
     seeds = {
         split: [task.metadata["seed"] for task in family.tasks(split)] for split in ("train", "valid", "test")
     }
     assert seeds == {"train": [7, 8, 9], "valid": [], "test": [2_000_007, 2_000_008]}
     factory, task = family.make(), family.tasks("train")[1]
     assert len({factory(task).reset(seed)[0].content for seed in range(5)}) == 1
-    assert len({factory(one).reset(0)[0].content for one in Gym.build(of("Echo")).tasks("train")}) > 1
+    assert (
+        len({factory(one).reset(0)[0].content for one in GymEnvironment.build(of("Echo")).tasks("train")}) > 1
+    )
     with pytest.raises(ConfigError, match="is no task of"):
-        Gym.build(LAKE).make()(task).reset(0)
+        GymEnvironment.build(LAKE).make()(task).reset(0)
     with pytest.raises(ConfigError, match="unknown split"):
         family.tasks("dev")
 
@@ -168,7 +170,7 @@ def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
     """Eight episodes of three seeds, drawn at random in threads: each plays as it does alone, and who draws
     outside notices nothing.
     """
-    family = Gym.build(of("Dice"))
+    family = GymEnvironment.build(of("Dice"))
     factory, tasks = family.make(), family.tasks("train")
 
     def play(number: int) -> list[str]:
@@ -213,24 +215,27 @@ def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
     is part of a run.
     """
     config = of("Echo", expert=f"{WORLDS}:says_the_word", success_key="is_success")
-    family = Gym.build(config)
+    family = GymEnvironment.build(config)
     for task in family.tasks("train"):
         steps = family.expert(task, 0)
         assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
         assert steps[0].observation == f"You said {steps[0].text[8:-9]}."
-    wrong = Gym.build(of("Echo", expert=f"{WORLDS}:says_nothing", success_key="is_success"))
-    assert wrong.expert(wrong.tasks("train")[0], 0) is None and Gym.build(of("Echo")).expert(task, 0) is None
+    wrong = GymEnvironment.build(of("Echo", expert=f"{WORLDS}:says_nothing", success_key="is_success"))
+    assert (
+        wrong.expert(wrong.tasks("train")[0], 0) is None
+        and GymEnvironment.build(of("Echo")).expert(task, 0) is None
+    )
     digests = plugin_digests(config)
     assert sorted(digests) == ["plug-in expert", "plug-in id"] and len(set(digests.values())) == 1
     assert plugin_digests(GymConfig(id="CartPole-v1")) == {}
     with pytest.raises(EnvironmentFault, match="expert raised AttributeError"):
-        broken = Gym.build(of("Echo", expert=f"{WORLDS}:breaks"))
+        broken = GymEnvironment.build(of("Echo", expert=f"{WORLDS}:breaks"))
         broken.expert(broken.tasks("train")[0], 0)
 
 
 def test_an_expert_may_try_its_way_and_have_no_end() -> None:
     """Its steps are those of an episode from the beginning."""
-    family = Gym.build(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
+    family = GymEnvironment.build(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
 
@@ -244,7 +249,7 @@ def test_experts_are_there_where_a_function_is_named() -> None:
 
 
 def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
-    family = Gym.build(of("Deck", kwargs={"cards": ["ace", "king"]}))
+    family = GymEnvironment.build(of("Deck", kwargs={"cards": ["ace", "king"]}))
     factory, task = family.make(), family.tasks("train")[0]
     for _ in range(3):
         environment = factory(task)
@@ -272,7 +277,7 @@ def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
 )
 def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[str, Any], told: str) -> None:
     with pytest.raises((ConfigError, ToolUnavailable), match=told):
-        Gym.build(GymConfig(**settings)).make()
+        GymEnvironment.build(GymConfig(**settings)).make()
 
 
 @pytest.mark.parametrize(
@@ -299,7 +304,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ],
 )
 def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str) -> None:
-    family = Gym.build(of(world))
+    family = GymEnvironment.build(of(world))
     environment = family.make()(family.tasks("train")[0])
     [message] = environment.reset(0)
     assert shown in message.content
@@ -325,7 +330,7 @@ def test_values_are_written_as_they_are_meant(observation: Any, shown: str) -> N
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ToolUnavailable, match="pip install gem-llm"):
-        Gym.build(GymConfig(source="gem", id="game:x")).make()
+        GymEnvironment.build(GymConfig(source="gem", id="game:x")).make()
 
 
 class Paying:
@@ -348,7 +353,7 @@ def paid(**values: Any) -> tuple[StepResult, EpisodeResult]:
     config = GymConfig(source="factory", id="a:b", success_key="won")
     recipe = Recipe(make=lambda: Paying(**values), action=text_action(), observation="text")
     task = Task(key="t", question="", metadata={"environment": config.id, "seed": 0})
-    environment = EnvironmentEpisode(Gym(config, recipe), task)
+    environment = EnvironmentEpisode(GymEnvironment(config, recipe), task)
     environment.reset(0)
     return say(environment, "<action>go</action>"), environment.result()
 

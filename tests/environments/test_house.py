@@ -17,8 +17,8 @@ from outrider.environments.house import (
     HALL,
     ROOMS,
     THINGS,
-    House,
     HouseConfig,
+    HouseEnvironment,
     HousePlan,
     HouseSettings,
     make_house,
@@ -59,20 +59,20 @@ class _Settings(HouseConfig):
         return self.plan, task.question
 
 
-def start(goal: str = "coin", max_moves: int = 20, plan: HousePlan = PLAN) -> House:
-    house = House(_Settings(max_moves=max_moves, plan=plan))
+def start(goal: str = "coin", max_moves: int = 20, plan: HousePlan = PLAN) -> HouseEnvironment:
+    house = HouseEnvironment(_Settings(max_moves=max_moves, plan=plan))
     house.reset(Task(key="t", question=goal), 0)
     return house
 
 
-def act(house: House, command: str) -> StepResult:
+def act(house: HouseEnvironment, command: str) -> StepResult:
     return house.step(f"<action>{command}</action>")
 
 
 @settings(max_examples=5)
 @given(config=configs())
 def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseConfig) -> None:
-    family = House.build(config)
+    family = HouseEnvironment.build(config)
     for task in (*family.tasks("train"), *family.tasks("test")):
         steps = family.expert(task, seed=0)
         assert (
@@ -83,7 +83,9 @@ def test_the_expert_solves_every_house_with_the_fewest_commands(config: HouseCon
         )
         assert len(steps) == fewest_commands(plan, str(task.metadata["thing"]))
         short = (
-            House.build(config.model_copy(update={"max_moves": len(steps) - 1})) if len(steps) > 1 else None
+            HouseEnvironment.build(config.model_copy(update={"max_moves": len(steps) - 1}))
+            if len(steps) > 1
+            else None
         )
         assert short is None or short.expert(task, seed=0) is None
 
@@ -141,11 +143,11 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
     }
     assert plan.contents == {"studio": "silver key", "stable": "mirror", "kitchen": "book"}
     assert plan.locks == {"stable": "silver key"}
-    first = House.tasks(HouseConfig(num_train=2), "train")
+    first = HouseEnvironment.tasks(HouseConfig(num_train=2), "train")
     assert {task.key for task in first} < {
-        task.key for task in House.tasks(HouseConfig(num_train=5), "train")
+        task.key for task in HouseEnvironment.tasks(HouseConfig(num_train=5), "train")
     }
-    others = House.tasks(HouseConfig(num_train=2, house_seed=1), "train")
+    others = HouseEnvironment.tasks(HouseConfig(num_train=2, house_seed=1), "train")
     assert not {task.key for task in first} & {task.key for task in others}
     houses = [
         make_house(HouseSettings(), 0, split, number) for split in ("train", "test") for number in range(4)
@@ -154,14 +156,14 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
 
 
 def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
-    tasks = House.tasks(HouseConfig(num_test=3), "test")
+    tasks = HouseEnvironment.tasks(HouseConfig(num_test=3), "test")
     assert (
         len({task.metadata["world"] for task in tasks[:3]}) == 3
         and len({task.metadata["world"] for task in tasks}) == 3
     )
     assert len({task.key for task in tasks}) == 18
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
-        House.tasks(HouseConfig(), "dev")
+        HouseEnvironment.tasks(HouseConfig(), "dev")
 
 
 def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:

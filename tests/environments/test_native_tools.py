@@ -10,18 +10,18 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.environments.base import Episode, StepResult, is_inline, observation_roles
+from outrider.environments.environment import EnvironmentEpisode
 from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,
-    NativeToolEnvironment,
-    ToolEnvironmentFactory,
+    ToolEnvironment,
     ToolsConfig,
-    ToolsTaskSet,
     system_prompt,
 )
 from outrider.errors import ConfigError, ToolFault
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Task
+from tests.tool_episodes import tool_factory
 
 TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 ANSWER = "<think>b</think>It is in \\boxed{Paris}."
@@ -42,12 +42,11 @@ class Echo:
         """Nothing is held."""
 
 
-def start(**settings: Any) -> tuple[NativeToolEnvironment, dict[str, Echo]]:
+def start(**settings: Any) -> tuple[EnvironmentEpisode, dict[str, Echo]]:
     tools = {"find": Echo("find"), "run": Echo("run")}
     config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes", **settings})
-    factory = ToolEnvironmentFactory(tools=list(tools.values()), config=config, system_prompt="Be brief.")
+    factory = tool_factory(tools=list(tools.values()), config=config, system_prompt="Be brief.")
     environment = factory(TASK)
-    assert isinstance(environment, NativeToolEnvironment)
     environment.reset(0)
     return environment, tools
 
@@ -55,7 +54,7 @@ def start(**settings: Any) -> tuple[NativeToolEnvironment, dict[str, Echo]]:
 def test_a_tool_that_the_form_cannot_name_is_refused_with_the_forms_that_can() -> None:
     config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "pythonic"})
     with pytest.raises(ConfigError, match=r"pythonic cannot write a tool named 'a-b': hermes, .* can"):
-        ToolEnvironmentFactory(tools=[Echo("a-b")], config=config, system_prompt="")
+        tool_factory(tools=[Echo("a-b")], config=config, system_prompt="")
 
 
 def call(name: str, text: object = "tower") -> str:
@@ -63,7 +62,7 @@ def call(name: str, text: object = "tower") -> str:
     return f"<tool_call>\n{said}\n</tool_call>"
 
 
-def say(environment: NativeToolEnvironment, text: str) -> StepResult:
+def say(environment: EnvironmentEpisode, text: str) -> StepResult:
     return Episode(environment).act(text)
 
 
@@ -82,8 +81,6 @@ def test_an_episode_with_several_calls_in_a_turn() -> None:
     assert result.success and result.episode_return == ended.reward == pytest.approx(1.1)
     assert result.metrics["num_tool_calls_find"] == result.metrics["num_failed_calls"] == 1
     assert tools["find"].calls == ["tower"]
-    with pytest.raises(ValueError, match="has ended"):
-        say(environment, ANSWER)
 
 
 def test_the_prompt_tells_of_the_tools() -> None:
@@ -189,7 +186,8 @@ def test_the_setting_chooses_the_protocol() -> None:
     native = ToolsConfig(tools=("python",), protocol="qwen3_coder")
     tags = ToolsConfig(tools=("python",))
     assert (native.call_format, tags.call_format) == ("qwen3_coder", None)
-    assert (ToolsTaskSet(native).stop, ToolsTaskSet(tags).stop) == ((), ("</python>", "</answer>"))
+    assert ToolEnvironment.stop_strings(native) == ()
+    assert ToolEnvironment.stop_strings(tags) == ("</python>", "</answer>")
     assert (observation_roles(native), observation_roles(tags)) == (("tool",), ("inline",))
     assert is_inline(tags) and not is_inline(native)
     assert "<python>" in system_prompt(tags) and "<python>" not in system_prompt(native)
@@ -214,10 +212,10 @@ def test_a_family_made_of_a_recipe_plays_functions(tmp_path: Path, monkeypatch: 
     given = {"tools": ["sums_of_mine:add"], "protocol": "pythonic"}
     config = ToolsConfig.model_validate(given)
     assert config.tool_names() == ("add",)
-    environment = ToolsTaskSet(config).make()(TASK)
+    environment = ToolEnvironment.build(config).make()(TASK)
     environment.reset(0)
     answered = Episode(environment).act("[add(a=2, b=40)]")
     assert answered.text == "42"
-    tags = ToolsTaskSet(ToolsConfig.model_validate(given | {"protocol": "tags"})).make()(TASK)
+    tags = ToolEnvironment.build(ToolsConfig.model_validate(given | {"protocol": "tags"})).make()(TASK)
     tags.reset(0)
     assert "\n42\n" in Episode(tags).act('<add>{"a": 2, "b": 40}</add>').text

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -319,8 +320,8 @@ def test_a_command_that_ends_or_is_not_there_is_told_with_its_last_words() -> No
         OpenEnvTaskSet(of(None, command=slow, start_limit_s=0.5)).make()
 
 
-def test_the_server_s_children_end_although_outrider_is_killed(tmp_path: Path) -> None:
-    """The command's child ignores the request to end."""
+def test_the_command_and_its_children_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Even if that process is killed, and the child ignores SIGTERM."""
     pid = tmp_path / "pid"
     child = "import signal, threading\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(flush=True)\n"
     parent = f"""
@@ -331,18 +332,17 @@ open({str(pid)!r}, "w").write(str(one.pid))
 one.wait()
 """
     program = f"""
-import os, signal, sys
-from outrider.environments.openenv.server import _Process
-one = _Process([sys.executable, "-c", {parent!r}])
+import os, signal, subprocess, sys, time
+from outrider.environments.process_supervisor import supervised_command
+command = supervised_command([sys.executable, "-c", {parent!r}])
+one = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 while not os.path.exists({str(pid)!r}):
-    one._output.join(0.01)
-print(one._process.pid, flush=True)
+    time.sleep(0.01)
+print(one.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    group = int(done.stdout)
-    for _ in range(3000):
-        if group_is_gone(group):
-            break
-        threading.Event().wait(0.01)
-    assert group_is_gone(group)
+    group, deadline = int(done.stdout), time.monotonic() + 30
+    while not group_is_gone(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment, ToolEnvironmentFactory
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.types import Message, Task
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
+from tests.tool_episodes import tool_factory
 from tests.training.short_runs import assert_same, begin, interrupted, resume
 from tests.training.tool_run import write_tool_run
 
@@ -59,12 +61,12 @@ def server() -> Iterator[ChatServer]:
         yield one
 
 
-def factory_at(url: str) -> ToolEnvironmentFactory:
+def factory_at(url: str) -> EpisodeFactory:
     config = EpisodeConfig.model_validate({"reward": judge_table(url)})
-    return ToolEnvironmentFactory(tools=[], config=config, system_prompt="")
+    return tool_factory(tools=[], config=config, system_prompt="")
 
 
-def started(factory: ToolEnvironmentFactory) -> ToolEnvironment:
+def started(factory: EpisodeFactory) -> ToolEnvironment:
     environment = factory(TASK)
     environment.reset(0)
     return environment

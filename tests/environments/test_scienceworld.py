@@ -10,19 +10,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import StepResult, TaskSet
+from outrider.environments.base import Env, StepResult, TaskSet
+from outrider.environments.environment import EnvironmentEpisode, EnvironmentTaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.environment import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-    ScienceWorldTaskSet,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool
 from outrider.environments.text_games import parse_action, render_action
 from outrider.environments.tool_qa.datasets import hash_tasks
@@ -73,14 +71,23 @@ def reply(score: int, *, moves: int = 1, text: str = "Done.", completed: bool = 
     return Reply(observation=text, score=score, completed=completed, num_moves=moves)
 
 
-def play_one(simulator: ScriptedSimulator, **settings: object) -> ScienceWorldEnvironment:
-    family = ScienceWorldTaskSet(ScienceWorldConfig.model_validate(settings), start=lambda: simulator)
-    environment = family.make()(family.tasks("train")[0])
+def task_set_of(start: Callable[[], Any], **settings: object) -> EnvironmentTaskSet:
+    class Substituted(ScienceWorldEnvironment):
+        @classmethod
+        def start_simulator(cls, settings: ScienceWorldConfig) -> Any:
+            return start()
+
+    return EnvironmentTaskSet(Substituted, ScienceWorldConfig.model_validate(settings))
+
+
+def play_one(simulator: ScriptedSimulator, **settings: object) -> EnvironmentEpisode:
+    task_set = task_set_of(lambda: simulator, **settings)
+    environment = task_set.make()(task_set.tasks("train")[0])
     environment.reset(0)
     return environment
 
 
-def act(environment: ScienceWorldEnvironment, action: str = "look around") -> StepResult:
+def act(environment: Env, action: str = "look around") -> StepResult:
     return environment.step(Message(role="assistant", content=f"I think. <action>{action}</action>"))
 
 
@@ -183,7 +190,7 @@ def test_unreadable_text_is_answered_without_touching_the_simulator(text: str) -
     environment = play_one(simulator)
     result = environment.step(Message(role="assistant", content=text))
     assert (result.invalid, result.reward, result.done) == (True, 0.0, False)
-    assert result.message is not None and "command" in result.message.content
+    assert "command" in result.text
     assert simulator.acted == []
     assert environment.result().metrics["num_invalid"] == 1
 
@@ -262,7 +269,7 @@ def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -
 
 
 def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
-    family = ScienceWorldTaskSet(ScienceWorldConfig(), start=ScriptedSimulator)
+    family = task_set_of(ScriptedSimulator)
     (message,) = family.make()(family.tasks("train")[0]).reset(3)
     assert message.role == "user"
     for part in ("Your task is find-animal.", "<action>", "open OBJ, wait", "focus", "A room."):
@@ -272,18 +279,12 @@ def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
 def test_the_list_of_valid_actions_is_shown_only_on_demand_and_a_cut_is_stated() -> None:
     valid = tuple(f"open door {index}" for index in range(5))
     quiet = play_one(ScriptedSimulator(replies=[reply(0)], valid=valid))
-    assert "open door" not in (act(quiet).message or Message(role="user", content="")).content
-    shown = act(
-        play_one(
-            ScriptedSimulator(replies=[reply(0)], valid=valid), show_valid_actions=True, num_shown_actions=3
-        )
-    ).message
-    assert shown is not None
-    assert (
-        "open door 2" in shown.content
-        and "open door 3" not in shown.content
-        and "and 2 more" in shown.content
+    assert "open door" not in act(quiet).text
+    loud = play_one(
+        ScriptedSimulator(replies=[reply(0)], valid=valid), show_valid_actions=True, num_shown_actions=3
     )
+    shown = act(loud).text
+    assert "open door 2" in shown and "open door 3" not in shown and "and 2 more" in shown
 
 
 # --- action correction (vector action_correction_jaccard) ---
@@ -320,7 +321,7 @@ def test_correction_is_off_by_default_and_leaves_the_answer_to_a_question_alone(
 
 def test_a_death_is_a_fault_at_once_and_the_next_episode_gets_a_new_simulator() -> None:
     starter = Starter()
-    family = ScienceWorldTaskSet(ScienceWorldConfig(), start=starter)
+    family = task_set_of(starter)
     factory = family.make()
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
@@ -330,16 +331,14 @@ def test_a_death_is_a_fault_at_once_and_the_next_episode_gets_a_new_simulator() 
         act(environment)
     environment.reset(0)
     assert len(starter.started) == 2 and starter.started[1].alive
-    assert (factory.pool.num_starts, factory.pool.num_replaced) == (2, 1)
+    assert (factory._shared.num_starts, factory._shared.num_replaced) == (2, 1)
     factory.close()
     factory.close()
     assert not starter.started[1].alive
 
 
 def test_a_finished_episode_frees_its_simulator_and_an_unfinished_one_keeps_it() -> None:
-    family = ScienceWorldTaskSet(
-        ScienceWorldConfig(borrow_limit_s=0.05), start=lambda: ScriptedSimulator(replies=[reply(-100)])
-    )
+    family = task_set_of(lambda: ScriptedSimulator(replies=[reply(-100)]), borrow_limit_s=0.05)
     factory = family.make()
     first, second = (factory(family.tasks("train")[0]) for _ in range(2))
     first.reset(0)
@@ -399,13 +398,13 @@ def test_a_simulator_that_cannot_start_stops_the_run_before_the_first_rollout() 
         raise EnvironmentFault("no memory")
 
     with pytest.raises(ToolUnavailable, match="no memory"):
-        ScienceWorldTaskSet(ScienceWorldConfig(), start=start).make()
+        task_set_of(start).make()
 
 
 def test_without_java_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ToolUnavailable, match="needs Java"):
-        ScienceWorldTaskSet(ScienceWorldConfig()).make()
+        ScienceWorldEnvironment.build(ScienceWorldConfig()).make()
 
 
 # --- tasks, config, expert ---
@@ -422,8 +421,12 @@ def test_the_splits_are_frozen_disjoint_and_complete() -> None:
 
 
 def test_the_task_list_keeps_the_order_of_the_config_and_its_hash_sees_it() -> None:
-    forward = ScienceWorldTaskSet(ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2))
-    backward = ScienceWorldTaskSet(ScienceWorldConfig(task_names=("boil", "melt"), num_train_variations=2))
+    forward = ScienceWorldEnvironment.build(
+        ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2)
+    )
+    backward = ScienceWorldEnvironment.build(
+        ScienceWorldConfig(task_names=("boil", "melt"), num_train_variations=2)
+    )
     keys = [task.key for task in forward.tasks("train")]
     assert keys == [
         "scienceworld/melt/0",
@@ -459,16 +462,14 @@ def test_the_expert_plays_the_gold_path_to_its_end_and_a_path_that_fails_is_none
     def winning() -> ScriptedSimulator:
         return ScriptedSimulator(replies=[reply(50, text="Open."), reply(100, text="Taken.", completed=True)])
 
-    family: TaskSet = ScienceWorldTaskSet(ScienceWorldConfig(), start=winning)
+    family: TaskSet = task_set_of(winning)
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None
     assert [(step.text, step.observation, step.is_terminal) for step in steps] == [
         ("<action>open door</action>", "Open.", False),
         ("<action>take cup</action>", "Taken.", True),
     ]
-    losing = ScienceWorldTaskSet(
-        ScienceWorldConfig(), start=lambda: ScriptedSimulator(replies=[reply(50)] * 3)
-    )
+    losing = task_set_of(lambda: ScriptedSimulator(replies=[reply(50)] * 3))
     assert losing.expert(losing.tasks("train")[0], 0) is None
 
 
@@ -571,9 +572,7 @@ def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> N
 
 
 def test_a_reset_that_was_given_up_returns_the_simulator_that_it_gets_later() -> None:
-    family = ScienceWorldTaskSet(
-        ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=ScriptedSimulator
-    )
+    family = task_set_of(ScriptedSimulator, num_workers=1, borrow_limit_s=5.0)
     factory = family.make()
     first, late = factory(family.tasks("train")[0]), factory(family.tasks("train")[1])
     first.reset(0)
@@ -611,7 +610,7 @@ def test_closing_during_a_call_kills_the_simulator_before_another_episode_gets_i
             return reply(3)
 
     starter = Starter(Slow)
-    family = ScienceWorldTaskSet(ScienceWorldConfig(num_workers=1, borrow_limit_s=5.0), start=starter)
+    family = task_set_of(starter, num_workers=1, borrow_limit_s=5.0)
     factory = family.make()
     stuck = factory(family.tasks("train")[0])
     stuck.reset(0)

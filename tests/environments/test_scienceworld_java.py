@@ -6,16 +6,13 @@ import signal
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from outrider.environments.base import Env, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
-from outrider.environments.scienceworld.environment import (
-    ScienceWorldConfig,
-    ScienceWorldEnvironment,
-    ScienceWorldFactory,
-    ScienceWorldTaskSet,
-)
+from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
 from outrider.environments.scienceworld.simulator import JavaSimulator
 from outrider.errors import EnvironmentFault
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
@@ -37,30 +34,28 @@ CONFIG = ScienceWorldConfig(
 
 
 @pytest.fixture(scope="module")
-def family() -> ScienceWorldTaskSet:
+def family() -> TaskSet:
     pytest.importorskip("scienceworld", reason="ScienceWorld is an optional extra")
-    return ScienceWorldTaskSet(CONFIG)
+    return ScienceWorldEnvironment.build(CONFIG)
 
 
 @pytest.fixture(scope="module")
-def factory(family: ScienceWorldTaskSet) -> Iterator[ScienceWorldFactory]:
+def factory(family: TaskSet) -> Iterator[Any]:
     made = family.make()
     yield made
     made.close()
 
 
 @pytest.fixture
-def simulator(factory: ScienceWorldFactory) -> Iterator[JavaSimulator]:
-    simulator = factory.pool.borrow()
+def simulator(factory: Any) -> Iterator[JavaSimulator]:
+    simulator = factory._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
     yield simulator
-    factory.pool.release(simulator)
+    factory._shared.release(simulator)
 
 
-def act(environment: ScienceWorldEnvironment, action: str) -> str:
-    message = environment.step(Message(role="assistant", content=f"<action>{action}</action>")).message
-    assert message is not None
-    return message.content
+def act(environment: Env, action: str) -> str:
+    return environment.step(Message(role="assistant", content=f"<action>{action}</action>")).text
 
 
 def test_our_frozen_split_is_the_simulators(simulator: JavaSimulator) -> None:
@@ -77,16 +72,14 @@ def test_our_frozen_split_is_the_simulators(simulator: JavaSimulator) -> None:
             assert [int(variation) for variation in told] == list(scienceworld_tasks.variations(name, split))
 
 
-def test_the_gold_path_wins_and_repeats_exactly(
-    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
-) -> None:
+def test_the_gold_path_wins_and_repeats_exactly(family: TaskSet, factory: Any) -> None:
     # This task is one whose listing of objects changes from load to load in the published set-up.
     task = next(task for task in family.tasks("train") if "paint" in task.key)
-    gold = factory.pool.borrow()
+    gold = factory._shared.borrow()
     actions = gold.gold_actions(
         task_name="chemistry-mix-paint-secondary-color", variation=0, simplification=""
     )
-    factory.pool.release(gold)
+    factory._shared.release(gold)
     environment = factory(task)
     episodes = []
     for seed in (1, 2):
@@ -95,7 +88,7 @@ def test_the_gold_path_wins_and_repeats_exactly(
         for action in actions:
             result = environment.step(Message(role="assistant", content=f"<action>{action}</action>"))
             rewards.append(result.reward)
-            seen.append(result.message.content if result.message else "")
+            seen.append(result.text)
             if result.done:
                 break
         record = environment.result()
@@ -106,22 +99,24 @@ def test_the_gold_path_wins_and_repeats_exactly(
 
 
 def test_the_expert_gives_steps_with_real_observations(simulator: JavaSimulator) -> None:
-    family = ScienceWorldTaskSet(CONFIG, start=lambda: simulator)  # no second process for the expert
+
+    class OneProcess(ScienceWorldEnvironment):
+        @classmethod
+        def start_simulator(cls, settings: ScienceWorldConfig) -> Any:
+            return simulator
+
+    family = OneProcess.build(CONFIG)
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and len(steps) > 3
     assert [step.is_terminal for step in steps] == [False] * (len(steps) - 1) + [True]
     assert all(step.text.startswith("<action>") and step.observation for step in steps)
 
 
-def test_a_wrong_focus_ends_the_episode_at_minus_100(
-    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
-) -> None:
+def test_a_wrong_focus_ends_the_episode_at_minus_100(family: TaskSet, factory: Any) -> None:
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     refused = environment.step(Message(role="assistant", content="<action>go to kitchen</action>"))
-    assert (
-        refused.refused and refused.message is not None and refused.message.content == "The door is not open."
-    )
+    assert refused.refused and refused.text == "The door is not open."
     assert "No known action" in act(environment, "dance wildly")
     assert "Ambiguous" in act(environment, "open door")
     act(environment, "0")
@@ -141,22 +136,20 @@ def test_the_list_of_valid_actions_comes_on_demand(simulator: JavaSimulator) -> 
     assert any(action.startswith("teleport") for action in actions)
 
 
-def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: ScienceWorldFactory) -> None:
-    simulator = factory.pool.borrow()
+def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: Any) -> None:
+    simulator = factory._shared.borrow()
     with pytest.raises(EnvironmentFault, match="exceeds the total number"):
         simulator.load(task_name="boil", variation=999, simplification="")
     assert not simulator.is_alive()
-    factory.pool.release(simulator)
+    factory._shared.release(simulator)
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_a_fault_and_is_replaced(
-    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
-) -> None:
-    simulator = factory.pool.borrow()
+def test_a_killed_process_is_a_fault_and_is_replaced(family: TaskSet, factory: Any) -> None:
+    simulator = factory._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
-    pid, num_replaced = simulator.pid, factory.pool.num_replaced
-    factory.pool.release(simulator)
+    pid, num_replaced = simulator.pid, factory._shared.num_replaced
+    factory._shared.release(simulator)
     environment = factory(family.tasks("train")[0])
     environment.reset(0)
     os.kill(pid, signal.SIGKILL)
@@ -165,7 +158,7 @@ def test_a_killed_process_is_a_fault_and_is_replaced(
     environment.reset(0)
     assert "room" in act(environment, "look around")
     environment.close()
-    assert factory.pool.num_replaced == num_replaced + 1
+    assert factory._shared.num_replaced == num_replaced + 1
 
 
 class KillsOnce(Hook):
@@ -182,13 +175,11 @@ class KillsOnce(Hook):
 
 
 @pytest.mark.long
-def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
-    family: ScienceWorldTaskSet, factory: ScienceWorldFactory
-) -> None:
-    simulator = factory.pool.borrow()
+def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(family: TaskSet, factory: Any) -> None:
+    simulator = factory._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
-    pid, num_replaced = simulator.pid, factory.pool.num_replaced
-    factory.pool.release(simulator)
+    pid, num_replaced = simulator.pid, factory._shared.num_replaced
+    factory._shared.release(simulator)
     tasks = [task for task in family.tasks("train") if "find-animal" in task.key][:2]
     reports = []
     for hooks in ((KillsOnce(pid),), ()):
@@ -200,7 +191,7 @@ def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
         reports.append(runs.run(tasks, modes=("plain",), training_step=0))
     broken, whole = reports
     assert (dict(broken.faults), whole.faults.total()) == ({"environment_fault": 1, "retries": 1}, 0)
-    assert factory.pool.num_replaced == num_replaced + 1
+    assert factory._shared.num_replaced == num_replaced + 1
     for one, other in zip(broken.traces, whole.traces, strict=True):
         (leaf, path), (leaf_, path_) = next(one.rollouts()), next(other.rollouts())
         assert (
@@ -211,12 +202,12 @@ def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(
         assert sum(node.trainable for node in path) == 4
 
 
-def test_close_leaves_no_process_and_no_port(factory: ScienceWorldFactory) -> None:
-    simulator = factory.pool.borrow()
+def test_close_leaves_no_process_and_no_port(factory: Any) -> None:
+    simulator = factory._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
     assert not Path("object_type_ids.tsv").exists()  # the simulator writes it where it runs
     pid, port = simulator.pid, simulator.port
-    factory.pool.release(simulator)
+    factory._shared.release(simulator)
     factory.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -230,11 +221,11 @@ def _resident(pid: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
-def _live_heap(made: ScienceWorldFactory) -> int:
+def _live_heap(made: Any) -> int:
     """Bytes of Java's heap that a full collection leaves. What is resident also holds garbage that waits for
     a fuller heap.
     """
-    simulator = made.pool.borrow()
+    simulator = made._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
     runtime = simulator._call("getRuntime", target="z:java.lang.Runtime")
     try:
@@ -245,20 +236,21 @@ def _live_heap(made: ScienceWorldFactory) -> int:
         )
     finally:
         simulator._request(f"m\nd\n{runtime}\ne\n", 30.0)
-        made.pool.release(simulator)
+        made._shared.release(simulator)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_a_thousand_episodes_leak_nothing(family: ScienceWorldTaskSet) -> None:
+def test_a_thousand_episodes_leak_nothing(family: TaskSet) -> None:
     """One simulator process and port throughout; what either process keeps after 1,000 episodes is what it
     kept after 500.
     """
-    made = ScienceWorldTaskSet(CONFIG).make()
-    simulator = made.pool.borrow()
+    made: Any = ScienceWorldEnvironment.build(CONFIG).make()
+    pool = made._shared
+    simulator = pool.borrow()
     assert isinstance(simulator, JavaSimulator)
     pid, port = simulator.pid, simulator.port
-    made.pool.release(simulator)
+    pool.release(simulator)
     tasks = family.tasks("train")
     own, live, resident = [], [], 0
     for number in range(1, 1001):
@@ -273,16 +265,13 @@ def test_a_thousand_episodes_leak_nothing(family: ScienceWorldTaskSet) -> None:
         if number % 500 == 0:
             own.append(_resident(os.getpid()))
             live.append(_live_heap(made))
-    simulator = made.pool.borrow()
-    assert isinstance(simulator, JavaSimulator) and (simulator.pid, simulator.port) == (
-        pid,
-        port,
-    )
-    made.pool.release(simulator)
+    simulator = pool.borrow()
+    assert isinstance(simulator, JavaSimulator) and (simulator.pid, simulator.port) == (pid, port)
+    pool.release(simulator)
     made.close()
     print(
         f"after 500 and 1,000 episodes: Python resident KiB {own}, Java's live heap {live} bytes, "
         f"resident at most {resident} KiB"
     )
-    assert own[1] < 1.02 * own[0] and live[1] < 1.02 * live[0] and made.pool.num_replaced == 0
+    assert own[1] < 1.02 * own[0] and live[1] < 1.02 * live[0] and pool.num_replaced == 0
     assert resident < 640 * 1024  # 512 MiB of heap, and the rest

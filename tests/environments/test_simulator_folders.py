@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.simulator_process import SimulatorFolder, remove_abandoned
+from outrider.environments.scienceworld.simulator import SimulatorFolder, remove_abandoned
 
 OWNER = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
 from pathlib import Path
-from outrider.environments.simulator_process import SimulatorFolder
+from outrider.environments.scienceworld.simulator import SimulatorFolder
 folder = SimulatorFolder()
 Path(folder.name, "object_type_ids.tsv").write_text("written by the simulator")
 print(folder.name, flush=True)

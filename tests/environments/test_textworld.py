@@ -13,19 +13,28 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, EnvironmentFactory, Split, StepResult, TaskSet
+from outrider.environments.base import (
+    CopyableEnvironment,
+    Env,
+    EnvironmentFactory,
+    Split,
+    StepResult,
+    TaskSet,
+)
+from outrider.environments.environment import EnvironmentEpisode
 from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (
     TextWorldConfig,
     TextWorldEnvironment,
-    TextWorldTaskSet,
+    identity,
     refusal,
 )
 from outrider.environments.textworld.games import Cooking, GameShelf
@@ -68,21 +77,33 @@ def reply(score: int, *, won: bool = False, lost: bool = False, text: str = "Don
     return Reply(text=text, score=score, won=won, lost=lost)
 
 
-def play(game: ScriptedGame, **changes: object) -> TextWorldEnvironment:
-    family = TextWorldTaskSet(TextWorldConfig.model_validate(changes), open_game=lambda split, index: game)
-    environment = family.make()(family.tasks("train")[0])
+class Scripted(TextWorldEnvironment):
+    """Plays the game in ``shared``."""
+
+    def open_game(self) -> Any:
+        identity(self.task, self.settings)
+        return self.shared
+
+
+def unstarted(game: ScriptedGame, **changes: object) -> EnvironmentEpisode:
+    config = TextWorldConfig.model_validate(changes)
+    return EnvironmentEpisode(Scripted(config, game), Scripted.tasks(config, "train")[0])
+
+
+def play(game: ScriptedGame, **changes: object) -> EnvironmentEpisode:
+    environment = unstarted(game, **changes)
     environment.reset(0)
-    game.num_closed = 0  # make() has started and closed it once
     return environment
 
 
-def act(environment: TextWorldEnvironment, command: str = "look") -> StepResult:
+def act(environment: Env, command: str = "look") -> StepResult:
     return environment.step(Message(role="assistant", content=f"I think. <action>{command}</action>"))
 
 
 def text_of(result: StepResult) -> str:
-    assert result.message is not None and result.message.role == "user"
-    return result.message.content
+    [message] = result.observations
+    assert message.role == "user"
+    return message.content
 
 
 # --- the record ---
@@ -202,10 +223,7 @@ def test_what_the_game_did_not_do_is_refused() -> None:
 
 
 def test_the_prompt_holds_the_rules_the_commands_and_the_opening() -> None:
-    family = TextWorldTaskSet(
-        TextWorldConfig(show_admissible=True, num_shown_actions=2), open_game=lambda *_: ScriptedGame()
-    )
-    (message,) = family.make()(family.tasks("test")[0]).reset(3)
+    (message,) = unstarted(ScriptedGame(), show_admissible=True, num_shown_actions=2).reset(3)
     for part in (
         "<action>look</action>",
         "look, open OBJ",
@@ -270,29 +288,28 @@ def test_an_environment_can_be_reset_again_and_a_step_before_the_first_reset_is_
     act(environment)
     environment.reset(1)
     assert environment.result().episode_return == 0 and game.num_closed == 1
-    family = TextWorldTaskSet(TextWorldConfig(), open_game=lambda *_: game)
     with pytest.raises(EnvironmentFault, match="no game"):
-        act(family.make()(family.tasks("train")[0]))
+        act(unstarted(game))
 
 
 # --- tasks, config, what is missing ---
 
 
 def test_task_keys_are_frozen_unique_and_name_all_that_decides_the_game() -> None:
-    family = TextWorldTaskSet(TextWorldConfig(num_train=3))
+    family = TextWorldEnvironment.build(TextWorldConfig(num_train=3))
     keys = [task.key for split in ("train", "valid", "test") for task in family.tasks(split)]
     assert len(set(keys)) == len(keys) == 3 + 2 + 4
     assert keys[:2] == ["textworld/quest-9f83bdf88c61/train/0", "textworld/quest-9f83bdf88c61/train/1"]
-    other = TextWorldTaskSet(TextWorldConfig(num_train=3, game_seed=1))
-    larger = TextWorldTaskSet(
+    other = TextWorldEnvironment.build(TextWorldConfig(num_train=3, game_seed=1))
+    larger = TextWorldEnvironment.build(
         TextWorldConfig.model_validate({"game": {"type": "quest", "num_rooms": 3}, "num_train": 3})
     )
     assert len({f.tasks("train")[0].key for f in (family, other, larger)}) == 3
-    same = TextWorldTaskSet(TextWorldConfig(num_train=9, max_moves=7, cache=Path("elsewhere")))
+    same = TextWorldEnvironment.build(TextWorldConfig(num_train=9, max_moves=7, cache=Path("elsewhere")))
     # rules of play and a longer list leave the games alone
     assert same.tasks("train")[:3] == family.tasks("train")
     with pytest.raises(ConfigError, match="not a task of these"):
-        family.environment(other.tasks("train")[0])
+        EnvironmentEpisode(Scripted(TextWorldConfig(num_train=3)), other.tasks("train")[0]).reset(0)
     with pytest.raises(ConfigError, match="split"):
         family.tasks("dev")
 
@@ -318,7 +335,7 @@ def test_an_impossible_config_is_refused(changes: dict[str, object]) -> None:
 def test_a_missing_package_and_another_version_are_named_with_the_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    family = TextWorldTaskSet(TextWorldConfig())
+    family = TextWorldEnvironment.build(TextWorldConfig())
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(ToolUnavailable, match=r"pip install 'outrider\[textworld\]'"):
@@ -423,7 +440,7 @@ def test_what_cannot_be_made_has_its_own_status(
 
 
 @pytest.fixture(scope="session")
-def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldTaskSet, ...]:
+def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
     """The same game made twice, in two folders, by two processes that would hash in different orders."""
     pytest.importorskip("textworld", reason="TextWorld is an optional extra")
     configs = [
@@ -435,29 +452,31 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[TextWorldTaskSet
         patch.setenv("INFORM_HOME", "/nowhere")
         # ensure() makes one after the other
         list(pool.map(lambda config: config.shelf()._make([("train", 0)]), configs))
-    return tuple(map(TextWorldTaskSet, configs))
+    return tuple(map(TextWorldEnvironment.build, configs))
 
 
 @pytest.fixture(scope="session")
-def family(families: tuple[TextWorldTaskSet, ...]) -> TextWorldTaskSet:
+def family(families: tuple[Any, ...]) -> Any:
     return families[0]
 
 
 @pytest.fixture(scope="session")
-def gold(family: TextWorldTaskSet) -> tuple[str, ...]:
-    return walkthrough(family.config.shelf().story("train", 0))
+def gold(family: Any) -> tuple[str, ...]:
+    return walkthrough(family.settings.shelf().story("train", 0))
 
 
-def start(family: TextWorldTaskSet) -> TextWorldEnvironment:
+def start(family: Any) -> EnvironmentEpisode:
     environment = family.make()(family.tasks("train")[0])
     environment.reset(0)
     return environment
 
 
-def test_the_same_settings_make_the_same_bytes_whatever_the_process(
-    families: tuple[TextWorldTaskSet, ...],
-) -> None:
-    shelves = [family.config.shelf() for family in families]
+def with_listing(family: Any, show: bool) -> Any:
+    return TextWorldEnvironment.build(family.settings.model_copy(update={"show_admissible": show}))
+
+
+def test_the_same_settings_make_the_same_bytes_whatever_the_process(families: tuple[Any, ...]) -> None:
+    shelves = [family.settings.shelf() for family in families]
     folders = [shelf.root / shelf.name for shelf in shelves]
     files = [
         {path.relative_to(f).as_posix(): path.read_bytes() for path in f.rglob("*") if path.is_file()}
@@ -468,7 +487,7 @@ def test_the_same_settings_make_the_same_bytes_whatever_the_process(
     assert [path.name for path in folders[0].iterdir()] == ["train-0"]  # and no work is left behind
 
 
-def test_the_walkthrough_wins_every_point(family: TextWorldTaskSet, gold: tuple[str, ...]) -> None:
+def test_the_walkthrough_wins_every_point(family: Any, gold: tuple[str, ...]) -> None:
     typed: TaskSet = family
     factory: EnvironmentFactory = typed.make()
     task = typed.tasks("train")[0]
@@ -487,9 +506,9 @@ def test_the_walkthrough_wins_every_point(family: TextWorldTaskSet, gold: tuple[
 
 
 def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
-    family: TextWorldTaskSet, gold: tuple[str, ...]
+    family: Any, gold: tuple[str, ...]
 ) -> None:
-    short = TextWorldTaskSet(family.config.model_copy(update={"max_moves": 2}))
+    short = TextWorldEnvironment.build(family.settings.model_copy(update={"max_moves": 2}))
     assert short.expert(short.tasks("train")[0], 0) is None
     environment = start(family)
     (take,) = [command for command in gold if command.startswith("take ")]
@@ -502,13 +521,11 @@ def test_an_expert_that_needs_too_many_moves_is_none_and_losing_ends(
 
 
 @pytest.mark.parametrize("show", [False, True])
-def test_the_real_game_tells_what_it_did_not_do(
-    family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
-) -> None:
+def test_the_real_game_tells_what_it_did_not_do(family: Any, gold: tuple[str, ...], show: bool) -> None:
     """A walkthrough is carried out to its end, what is not possible is refused, and no player reads how
     that is known.
     """
-    environment = start(TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show})))
+    environment = start(with_listing(family, show))
     for command in ("take moon", "eat me", "dance", "unlock me with me"):
         assert act(environment, command).refused, command
     copied = environment.copy()
@@ -521,15 +538,15 @@ def test_the_real_game_tells_what_it_did_not_do(
 
 @pytest.mark.parametrize("show", [False, True])
 def test_a_fork_plays_like_the_original_and_neither_sees_the_other(
-    family: TextWorldTaskSet, gold: tuple[str, ...], show: bool
+    family: Any, gold: tuple[str, ...], show: bool
 ) -> None:
-    family = TextWorldTaskSet(family.config.model_copy(update={"show_admissible": show}))
+    family = with_listing(family, show)
     for cut in (0, len(gold) // 2, len(gold) - 1):
         environment: CopyableEnvironment = start(family)
         for command in gold[:cut]:
             environment.step(Message(role="assistant", content=f"<action>{command}</action>"))
         fork = environment.copy()
-        assert isinstance(fork, TextWorldEnvironment) and fork.result() == environment.result()
+        assert isinstance(fork, EnvironmentEpisode) and fork.result() == environment.result()
         wandering = fork.copy()
         for command in ("drop cookbook", "go north", "wait"):
             act(wandering, command)
@@ -545,8 +562,8 @@ def test_a_fork_plays_like_the_original_and_neither_sees_the_other(
         assert ended.result().success
 
 
-def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldTaskSet) -> None:
-    game = StoryGame.start(family.config.shelf().story("train", 0), with_commands=True)
+def test_admissible_commands_are_sorted_and_can_be_written(family: Any) -> None:
+    game = StoryGame.start(family.settings.shelf().story("train", 0), with_commands=True)
     commands = game.commands()
     assert list(commands) == sorted(commands) and "look" in commands
     assert [command for command in commands if refusal(command.lower())] == []
@@ -561,7 +578,7 @@ def test_admissible_commands_are_sorted_and_can_be_written(family: TextWorldTask
         | st.text(max_size=8)
     )
 )
-def test_the_real_game_answers_any_text(family: TextWorldTaskSet, words: list[str]) -> None:
+def test_the_real_game_answers_any_text(family: Any, words: list[str]) -> None:
     environment = start(family)
     for text in (" ".join(words), f"<action>{' '.join(words)}</action>", "<action>look</action>"):
         result = environment.step(Message(role="assistant", content=text))
@@ -569,11 +586,9 @@ def test_the_real_game_answers_any_text(family: TextWorldTaskSet, words: list[st
     environment.close()
 
 
-def test_threads_play_at_once_and_read_what_one_alone_reads(
-    family: TextWorldTaskSet, gold: tuple[str, ...]
-) -> None:
+def test_threads_play_at_once_and_read_what_one_alone_reads(family: Any, gold: tuple[str, ...]) -> None:
     logic = pytest.importorskip("textworld.logic")
-    factory = TextWorldTaskSet(family.config.model_copy(update={"show_admissible": True})).make()
+    factory = TextWorldEnvironment.build(family.settings.model_copy(update={"show_admissible": True})).make()
     task = family.tasks("train")[0]
 
     def episode(_: int) -> list[str]:
@@ -600,9 +615,9 @@ def test_threads_play_at_once_and_read_what_one_alone_reads(
 
 @pytest.mark.parametrize("other", ["moves", "starts", "is copied"])
 def test_no_game_changes_the_shared_rules_while_a_copy_walks_through_them(
-    family: TextWorldTaskSet, monkeypatch: pytest.MonkeyPatch, other: str
+    family: Any, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
-    story = family.config.shelf().story("train", 0)
+    story = family.settings.shelf().story("train", 0)
     first, second = (StoryGame.start(story, with_commands=True) for _ in range(2))
     copying, done = threading.Event(), threading.Event()
     overtaken: list[bool] = []
@@ -629,22 +644,22 @@ def test_no_game_changes_the_shared_rules_while_a_copy_walks_through_them(
     assert overtaken == [False]
 
 
-def test_config_and_factory_travel_between_processes(family: TextWorldTaskSet) -> None:
-    assert pickle.loads(pickle.dumps(family.config)) == family.config
+def test_config_and_factory_travel_between_processes(family: Any) -> None:
+    assert pickle.loads(pickle.dumps(family.settings)) == family.settings
     factory = pickle.loads(pickle.dumps(family.make()))
     environment = factory(pickle.loads(pickle.dumps(family.tasks("train")[0])))
     assert environment.reset(0) == start(family).reset(0)
     environment.close()
 
 
-def test_a_spoilt_game_is_a_fault_that_names_its_folder(family: TextWorldTaskSet, tmp_path: Path) -> None:
-    config = family.config.model_copy(update={"cache": tmp_path})
+def test_a_spoilt_game_is_a_fault_that_names_its_folder(family: Any, tmp_path: Path) -> None:
+    config = family.settings.model_copy(update={"cache": tmp_path})
     story = config.shelf().story("train", 0)
     story.parent.mkdir(parents=True)
     story.write_bytes(b"")
     story.with_suffix(".json").write_text("{}")
     with pytest.raises(ToolUnavailable, match="train-0"):
-        TextWorldTaskSet(config).make()
+        TextWorldEnvironment.build(config).make()
 
 
 def test_splits_draw_different_games() -> None:

@@ -11,23 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import StepResult
+from outrider.environments.base import StepResult, TaskSet
+from outrider.environments.environment import EnvironmentEpisode
 from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,
     EpisodeConfig,
     ToolEnvironment,
-    ToolEnvironmentFactory,
-    ToolEpisode,
     ToolsConfig,
-    ToolsTaskSet,
     system_prompt,
 )
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import DataError, ToolFault, ToolUnavailable
-from outrider.tools.base import ToolOutput, Toolset
+from outrider.tools.base import ToolOutput
 from outrider.tools.python.tool import PythonAdapter, PythonResult, PythonTool, PythonToolConfig
 from outrider.types import Message, Task
+from tests.tool_episodes import tool_factory
 
 
 class Echo:
@@ -52,17 +51,15 @@ TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 ANSWER = "<think>b</think><answer>\\boxed{Paris}</answer>"
 
 
-def start(**settings: object) -> tuple[ToolEpisode, Mapping[str, Echo]]:
+def start(**settings: object) -> tuple[EnvironmentEpisode, Mapping[str, Echo]]:
     tools = {"search": Echo("search"), "python": Echo("python")}
     config = EpisodeConfig.model_validate(settings)
-    environment = ToolEnvironmentFactory(
-        tools=list(tools.values()), config=config, system_prompt="Be brief."
-    )(TASK)
+    environment = tool_factory(tools=list(tools.values()), config=config, system_prompt="Be brief.")(TASK)
     environment.reset(0)
     return environment, tools
 
 
-def say(environment: ToolEpisode, text: str) -> StepResult:
+def say(environment: EnvironmentEpisode, text: str) -> StepResult:
     return environment.step(Message(role="assistant", content=text))
 
 
@@ -85,8 +82,6 @@ def test_an_episode_with_both_tools() -> None:
         "num_undecided_answers": 0.0, "num_tool_calls_search": 1.0, "num_tool_calls_python": 1.0,
     }  # fmt: skip
     assert (tools["search"].calls, tools["python"].calls) == (["tower"], ["oops"])
-    with pytest.raises(ValueError, match="has ended"):
-        say(environment, ANSWER)
 
 
 def test_the_prompt_and_starting_over() -> None:
@@ -97,8 +92,8 @@ def test_the_prompt_and_starting_over() -> None:
         Message(role="user", content="Where is the tower?"),
     )
     assert environment.result().episode_return == -1.0
-    bare = ToolEnvironment(task=TASK, tools=Toolset([]), config=EpisodeConfig(), system_prompt="")
-    assert bare.reset(0) == (Message(role="user", content="Where is the tower?"),)
+    without_prompt = tool_factory(tools=[], config=EpisodeConfig())(TASK)
+    assert without_prompt.reset(0) == (Message(role="user", content="Where is the tower?"),)
 
 
 def test_a_call_over_the_limit_is_refused_once() -> None:
@@ -256,21 +251,21 @@ def test_whatever_the_policy_writes_nothing_raises_and_calls_stay_in_the_limit(t
 
 def test_the_factory_closes_its_tools() -> None:
     tool = Echo("search")
-    factory = ToolEnvironmentFactory(tools=[tool], config=EpisodeConfig(), system_prompt="")
+    factory = tool_factory(tools=[tool], config=EpisodeConfig(), system_prompt="")
     factory(TASK).close()
     assert tool.num_closed == 0
     factory.close()
     assert tool.num_closed == 1
 
 
-def family(tmp_path: Path, **settings: object) -> ToolsTaskSet:
+def family(tmp_path: Path, **settings: object) -> TaskSet:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text(
         json.dumps({"id": "1", "title": "Tower", "text": "It stands in Paris."}), encoding="utf-8"
     )
     data = tmp_path / "qa.jsonl"
     data.write_text(json.dumps({"question": TASK.question, "answer": "Paris"}), encoding="utf-8")
-    return ToolsTaskSet(
+    return ToolEnvironment.build(
         ToolsConfig.model_validate(
             {"corpus": corpus, "tools": ["search"], "train": {"path": data}} | settings
         )

@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,23 +17,19 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.engines.base import Request  # noqa: E402
-from outrider.engines.scripted import ScriptedEngine  # noqa: E402
+from outrider.environments.agent.environment import ProgramFactory  # noqa: E402
 from outrider.environments.agent.programs import Report  # noqa: E402
 from outrider.environments.verifiers.environment import Episodes, VerifiersConfig, VerifiersTaskSet
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.imports import add_search_folder  # noqa: E402
-from outrider.rollout.episode import Sampling  # noqa: E402
-from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
-from outrider.rollout.settings import Limits  # noqa: E402
-from outrider.tokens import ChatRenderer  # noqa: E402
+from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.training.experts import read_demonstrations  # noqa: E402
-from outrider.types import Outcome  # noqa: E402
+from outrider.types import Outcome, Task  # noqa: E402
+from tests.environments.agents.harness import finished, scheduler  # noqa: E402
 from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
-from tests.tiny import tiny_tokenizer  # noqa: E402
 
 ROWS = (
-    "good", "two", "raise", "nan", "unscored", "judge", "HarnessError", "TaskError", "EnvError",
+    "good", "two", "raise", "nan", "unscored", "judge", "HarnessError", "TaskError", "EnvError", "hang",
 )  # fmt: skip
 REAL = os.environ.get("OUTRIDER_VERIFIERS_PYTHON")
 
@@ -51,29 +47,25 @@ def config_of(*rows: str, **settings: Any) -> VerifiersConfig:
 
 
 @contextmanager
-def scheduled(
-    config: VerifiersConfig, script: Callable[[Request, str], str], *, max_retries: int = 0
-) -> Iterator[Scheduler]:
-    renderer = ChatRenderer(tiny_tokenizer())
-    factory = VerifiersTaskSet(config).make()
+def loaded(config: VerifiersConfig) -> Iterator[tuple[Any, Sequence[Task]]]:
+    """The process that plays, and the tasks. Several factories may use the process."""
+    episodes = Episodes(config)
     try:
-        yield Scheduler(
-            engine=ScriptedEngine(tokenizer=renderer.tokenizer, script=script, context_length=8192),
-            renderer=renderer,
-            factory=factory,
-            limits=Limits(max_turns=4, max_turn_tokens=64, max_response_tokens=4000),
-            sampling=Sampling(),
-            run_seed=0,
-            max_retries=max_retries,
-        )
+        yield episodes, VerifiersTaskSet(config).tasks("train")
     finally:
-        factory.close()
+        episodes.close()
 
 
-def play(config: VerifiersConfig, *, max_retries: int = 0, group: int = 1) -> RolloutReport:
-    with scheduled(config, lambda request, text: "an answer", max_retries=max_retries) as scheduler:
-        tasks = VerifiersTaskSet(config).tasks("train")
-        return scheduler.run(tasks, modes=("m",) * group, training_step=0)
+def play(
+    config: VerifiersConfig, episodes: Any, tasks: Sequence[Task], *, group: int = 1, script: Any = None
+) -> RolloutReport:
+    """Play groups of the tasks with other settings of rewards and limits than the process has."""
+    made = scheduler(ProgramFactory(config, lambda: episodes), script=script or (lambda *_: "an answer"))
+    made.max_concurrent = len(tasks) * group
+    try:
+        return made.run(list(tasks), modes=("m",) * group, training_step=0)
+    finally:
+        made.factory._gateway.close()  # type: ignore[attr-defined]
 
 
 def test_rows_are_tasks_of_their_versions(folder: Path) -> None:
@@ -85,9 +77,9 @@ def test_rows_are_tasks_of_their_versions(folder: Path) -> None:
     versions = first.metadata["versions"]
     assert isinstance(versions, dict) and versions["verifiers"] == "0.0.fake"
     (folder / "fake_taskset.py").write_text((folder / "fake_taskset.py").read_text() + "\n# changed\n")
-    assert VerifiersTaskSet(config).tasks("train")[0].metadata != first.metadata
-    shuffled = config.model_copy(update={"shuffle_seed": 0})
-    assert [task.question for task in VerifiersTaskSet(shuffled).tasks("train")] == ["c", "b"]
+    shuffled = VerifiersTaskSet(config.model_copy(update={"shuffle_seed": 0})).tasks("train")
+    assert [task.question for task in shuffled] == ["c", "b"]
+    assert shuffled[0].metadata["versions"] != versions
 
 
 def test_what_cannot_be_played(folder: Path) -> None:
@@ -107,47 +99,41 @@ def test_what_cannot_be_played(folder: Path) -> None:
 
 
 def test_rewards_and_faults(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever else breaks beside them: a reward is one, and everything else is a fault with its name."""
+    """A reward is one, whatever else fails in the process; everything else is a fault with its name."""
     caplog.set_level(logging.DEBUG)
-    report = play(config_of(*ROWS))
-    told = {trace.task.question: next(iter(trace.leaves.values())) for trace in report.traces}
-    good = told["good"]
-    assert (good.outcome, good.episode_return, good.success) == (Outcome.FINISHED, 0.75, False)
-    assert {"num_words": 2.0, "reward_right": 0.25, "reward_more": 0.5}.items() <= good.metrics.items()
-    assert told["two"].episode_return == 0.5
-    broken = set(ROWS[2:])
-    assert {name for name, leaf in told.items() if leaf.outcome is Outcome.ENVIRONMENT_FAULT} == broken
-    assert report.faults["environment_fault"] == len(broken)
-    reasons = "\n".join(report.fault_reasons)
-    for words in ("RuntimeError: of the machinery", "nan", "gave no reward", "not to be trained",
-                  "HarnessError: it broke here", "TaskError: it broke here", "run() broke"):  # fmt: skip
-        assert words in reasons
-    assert "OUTRIDER_API_KEY" not in caplog.text and "Bearer" not in caplog.text
-
-
-def test_only_the_agents_own_failure_has_a_return(folder: Path) -> None:
-    report = play(config_of("HarnessError", "TaskError", failed_return=-0.5))
-    [failed, broken] = [next(iter(trace.leaves.values())) for trace in report.traces]
-    assert (failed.outcome, failed.episode_return) == (Outcome.FINISHED, -0.5)
-    assert failed.metrics["num_failed"] == 1 and broken.outcome is Outcome.ENVIRONMENT_FAULT
+    config = config_of(*ROWS, time_limit_s=3.0)
+    with loaded(config) as (episodes, tasks):
+        report = play(config, episodes, tasks)
+        found = {trace.task.question: next(iter(trace.leaves.values())) for trace in report.traces}
+        assert finished(found["good"], 0.75) and not found["good"].success
+        metrics = {"num_words": 2.0, "reward_right": 0.25, "reward_more": 0.5}
+        assert metrics.items() <= found["good"].metrics.items()
+        assert finished(found["two"], 0.5)
+        broken = set(ROWS[2:])
+        assert {name for name, leaf in found.items() if leaf.outcome is Outcome.ENVIRONMENT_FAULT} == broken
+        assert report.faults["environment_fault"] == len(broken)
+        reasons = "\n".join(report.fault_reasons)
+        for words in ("RuntimeError: of the machinery", "nan", "gave no reward", "not to be trained",
+                      "HarnessError: it broke here", "TaskError: it broke here", "run() broke",
+                      "longer than 3 s"):  # fmt: skip
+            assert words in reasons
+        assert "OUTRIDER_API_KEY" not in caplog.text and "Bearer" not in caplog.text
+        # Only the agent's own failure has the return of failures.
+        failing = [task for task in tasks if task.question in ("HarnessError", "TaskError")]
+        again = config_of(*ROWS, failed_return=-0.5)
+        failed, fault = (next(iter(trace.leaves.values())) for trace in play(again, episodes, failing).traces)
+        assert finished(failed, -0.5) and failed.metrics["num_failed"] == 1
+        assert fault.outcome is Outcome.ENVIRONMENT_FAULT
 
 
 def test_a_process_that_dies_is_a_fault_and_starts_again(folder: Path) -> None:
     config = config_of("die", "good", failed_return=-1.0)
-    with scheduled(config, lambda request, text: "an answer") as scheduler:
-        dying, good = VerifiersTaskSet(config).tasks("train")
-        report = scheduler.run([dying], modes=("m",), training_step=0)
+    with loaded(config) as (episodes, (dying, good)):
+        report = play(config, episodes, [dying])
         assert report.faults["environment_fault"] == 1
         assert "is gone (no memory)" in report.fault_reasons[0]
-        [leaf] = scheduler.run([good], modes=("m",), training_step=1).traces[0].leaves.values()
-        assert (leaf.outcome, leaf.episode_return) == (Outcome.FINISHED, 0.75)
-
-
-def test_an_episode_is_cancelled_and_others_go_on(folder: Path) -> None:
-    report = play(config_of("hang", "good", time_limit_s=3.0), group=2)
-    [hanging, good] = [list(trace.leaves.values()) for trace in report.traces]
-    assert [leaf.outcome for leaf in hanging] == [Outcome.ENVIRONMENT_FAULT] * 2
-    assert [leaf.outcome for leaf in good] == [Outcome.FINISHED] * 2
+        [leaf] = play(config, episodes, [good]).traces[0].leaves.values()
+        assert finished(leaf, 0.75)
 
 
 def test_cancelling_reports_an_end(folder: Path) -> None:
@@ -191,13 +177,12 @@ def test_the_real_package() -> None:
     """
     add_search_folder(Path("recipes").absolute())
     config = VerifiersConfig(id="verifiers_desk", python=REAL, num_train=64, num_valid=0, num_test=0)
-    tasks = VerifiersTaskSet(config).tasks("train")
 
-    def answer(request: Request, text: str) -> str:
+    def answer(request: Any, text: str) -> str:
         return "urgent" if "urgent or normal" in text else "It is shipping"
 
-    with scheduled(config, answer) as scheduler:
-        report = scheduler.run(tasks, modes=("m",) * 3, training_step=0)
+    with loaded(config) as (episodes, tasks):
+        report = play(config, episodes, tasks, group=3, script=answer)
     assert not report.faults
     rows = Path("recipes/agent-desk/train.jsonl").read_text().splitlines()
     for trace, row in zip(report.traces, rows, strict=True):

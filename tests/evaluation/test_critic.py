@@ -16,7 +16,7 @@ from outrider.cli import main
 from outrider.config import validate
 from outrider.engines.base import Engine, Request
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
+from outrider.evaluation.critic_training import build_trajectories, recorded_trajectories
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.settings import Limits
 from outrider.trace import Trace

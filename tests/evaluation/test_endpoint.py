@@ -87,7 +87,7 @@ def test_a_failed_request_is_retried_and_reported(
     hold = threading.Event()
     late = Answer(completion("late").body, hold=hold)
     with chat_server(misbehaving({**FAILURES, "q5?": late}, 1)) as server:
-        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=1") == 0
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "endpoint.timeout_s=2") == 0
         hold.set()
     assert summary(tmp_path / "run")["num_scored"] == NUM
     printed = capsys.readouterr().out
@@ -340,19 +340,19 @@ NEEDS_MODEL = ("--endpoint", "http://127.0.0.1:9/v1")
     ("arguments", "says"),
     [
         ((), "give a recipe, or --tasks NAME"),
-        (("--limit", "3", "recipe.toml"), "--limit goes with --tasks"),
+        (("--limit", "3", "recipe.toml"), "--limit needs --tasks"),
         (("--tasks", "gsm8k"), "exactly one of a model and an endpoint"),
         (("--tasks", "gsm8k", "--model", "m", *NEEDS_MODEL), "exactly one of a model and an endpoint"),
         (("--tasks", "gsm9k", *NEEDS_MODEL), "unknown task set"),
         (("--tasks", "simpleqa=q.jsonl", *NEEDS_MODEL), "graded by a judge: give its endpoint"),
         (("--tasks", "gsm8k", "--samples", "2", *NEEDS_MODEL), "num_samples > 1 needs a temperature"),
-        (("--tasks", "webshop", "--tools", "off", *NEEDS_MODEL), "cannot be played without its environment"),
+        (("--tasks", "webshop", "--tools", "off", *NEEDS_MODEL), "needs its environment"),
         (("--tasks", "webshop", "metric=em", *NEEDS_MODEL), "scores itself"),
         (("--tasks", "q.jsonl", "metric=math", *NEEDS_MODEL), "no task set of mathematics"),
         (("--tasks", "q.jsonl", "metric=judge", *NEEDS_MODEL), "needs a judge"),
         (("--tasks", "q.jsonl", "--corpus", "c.jsonl", *NEEDS_MODEL), "only with tools = on"),
         (("--tasks", "webshop", "environment.type=factbook", *NEEDS_MODEL), "contradict"),
-        (("--tasks", "gsm8k", "recipe.toml", *NEEDS_MODEL), "neither a recipe nor --adapt"),
+        (("--tasks", "gsm8k", "recipe.toml", *NEEDS_MODEL), "cannot be combined with a recipe or --adapt"),
         (("nonsense.key=1", "--tasks", "gsm8k", *NEEDS_MODEL), "nonsense: unknown key"),
     ],
 )
@@ -377,7 +377,7 @@ def test_a_folder_with_other_files_is_left_alone(
     (tmp_path / "mine" / "note.txt").write_text("dear diary")
     assert evaluate(tmp_path / "mine", "--tasks", str(questions), *NEEDS_MODEL) == 2
     assert evaluate(questions, "--tasks", str(questions), *NEEDS_MODEL) == 2
-    assert capsys.readouterr().err.count("holds no evaluation of tasks") == 2
+    assert capsys.readouterr().err.count("has no evaluation of tasks") == 2
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["note.txt"]
 
 

@@ -248,9 +248,9 @@ def test_scores_by_metric() -> None:
         and grades.score("em") == (0.0, False)
         and grades.score("math") == (1.0, True)
     )
-    with pytest.raises(ValueError, match="hold no judge"):
+    with pytest.raises(ValueError, match="have no judge"):
         grades.score("judge")
-    with pytest.raises(ValueError, match="hold no math"):
+    with pytest.raises(ValueError, match="have no math"):
         Grades(em=True, f1=1.0, contained=True).score("math")
     assert "math_equal" not in Grades(em=True, f1=1.0, contained=True).metrics()
 

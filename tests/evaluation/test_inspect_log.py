@@ -30,7 +30,7 @@ from outrider.types import Outcome
 from outrider.viewer.records import TraceRow
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.evaluation.eval_tasks import IMPATIENT, MODELS, evaluate, question_in, write_rows
-from tests.rollout.test_native_rollout import call, play
+from tests.rollout.test_native_calls import call, play
 from tests.training.short_runs import begin
 from tests.training.tool_run import write_tool_run
 

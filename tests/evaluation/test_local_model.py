@@ -176,7 +176,7 @@ def test_a_run_or_a_checkpoint_is_a_model(root: Path, tmp_path: Path) -> None:
     assert resolve(given) == given and weights_hash(load_language_model(given)) == hashes[0]
     assert len({untrained, *hashes}) == 3
     (run / "config.toml").unlink()
-    with pytest.raises(CheckpointError, match="lies in no run directory"):
+    with pytest.raises(CheckpointError, match="is not in a run directory"):
         resolve(ModelSettings(name=str(checkpoint)))
 
 

@@ -29,9 +29,9 @@ from outrider.evaluation.packs import (
     make_pack,
     portable,
     read_manifest,
+    verify,
 )
 from outrider.evaluation.results import SampleResult, write_results
-from outrider.evaluation.verify import verify
 from outrider.rollout.evaluate import interval
 from outrider.types import Outcome
 from tests.evaluation.pack_runs import write_exact, write_questions, write_run
@@ -381,13 +381,12 @@ def test_rows_agree_by_their_digits_or_their_interval() -> None:
         return Replayed(row="r", recorded=0.1, low=0.2, high=0.3, measured=found, num_different=None).agrees
 
     told = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None)
-    assert told.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % played again: it agrees"
+    assert told.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % replayed: it agrees"
     toy = Replayed(
         row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None, is_share=False
     )
     assert (
-        toy.sentence
-        == "r: expected return (no share) 0.1 [0.05, 0.3] in the pack, 0.2 played again: it agrees"
+        toy.sentence == "r: expected return (no share) 0.1 [0.05, 0.3] in the pack, 0.2 replayed: it agrees"
     )
     assert agrees(0.1004) and agrees(0.25) and not agrees(0.102) and not agrees(0.31)
 

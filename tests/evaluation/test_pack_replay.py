@@ -14,8 +14,7 @@ from benchmarks import learning
 from outrider.cli import main
 from outrider.errors import ConfigError, PackError
 from outrider.evaluation.pack_replay import replay_row
-from outrider.evaluation.packs import make_pack
-from outrider.evaluation.verify import Verified, verify
+from outrider.evaluation.packs import Verified, make_pack, verify
 from outrider.training.policy import set_threads
 from tests.evaluation.test_pack import changed_line, resealed
 from tests.training.tool_run import write_tool_run
@@ -97,7 +96,7 @@ def test_what_cannot_be_played_says_why(
     for arguments, says in (
         (["--replay", "third"], "no row 'third': there are first, second"),
         (["--replay", "first"], "it needs model, SHA-256"),
-        ([], "no row can be played here: it needs model, SHA-256"),
+        ([], "no row can be replayed here: it needs model, SHA-256"),
         ([f"model.name={root / 'given'}", "--replay", "first"], "is not the model of the run"),
     ):
         assert main(["verify", str(root / "pack"), "--progress", "none", *arguments]) == 1

@@ -14,7 +14,7 @@ from outrider.algorithms.retrospex_critic import train
 from outrider.engines.base import Request
 from outrider.environments.base import StepResult
 from outrider.errors import DataError
-from outrider.evaluation.recorded import build_trajectories, recorded_trajectories
+from outrider.evaluation.critic_training import build_trajectories, recorded_trajectories
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.settings import Limits

@@ -156,10 +156,10 @@ def test_results_without_replies_are_one_line(run: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("temperature=1",), "temperature decided what was played; grading again takes these: judge, "),
-        (("--seed", "3"), "seed decided what was played"),
-        (("--run", "x"), "--regrade RUN goes with neither"),
-        (("recipe.toml",), "--regrade RUN goes with neither"),
+        (("temperature=1",), "temperature affects the rollouts; grading again accepts: judge, "),
+        (("--seed", "3"), "seed affects the rollouts"),
+        (("--run", "x"), "--regrade RUN cannot be combined"),
+        (("recipe.toml",), "--regrade RUN cannot be combined"),
     ],
 )
 def test_settings_of_the_rollouts_cannot_change(
@@ -183,7 +183,7 @@ def test_other_tasks_are_an_error_and_moved_files_can_be_named(
     assert regrade(run, "--tasks", str(moved)) == 2
     assert "are not those that" in capsys.readouterr().err
     assert regrade(run.parent) == 2
-    assert "holds no evaluation of tasks" in capsys.readouterr().err
+    assert "has no evaluation of tasks" in capsys.readouterr().err
 
 
 def test_replies_of_a_model_have_token_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,4 +227,4 @@ def test_scores_of_an_environment_cannot_be_graded_again(
     )
     settings.write_text(text)
     assert regrade(run) == 2
-    assert "factbook was scored by its environment while it was played" in capsys.readouterr().err
+    assert "factbook was scored by its environment" in capsys.readouterr().err

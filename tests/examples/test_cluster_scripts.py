@@ -62,12 +62,12 @@ def run(calls: Path, *arguments: str, **more: str) -> "subprocess.CompletedProce
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_bash_reads_it(script: Path) -> None:
+def test_scripts_are_valid_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     assert os.access(script, os.X_OK) and script.read_text(encoding="utf-8").startswith("#!/bin/bash\n")
 
 
-def test_slurm_starts_the_head_then_the_others_then_the_run(calls: Path) -> None:
+def test_slurm_starts_the_head_then_the_workers_then_the_run(calls: Path) -> None:
     done = run(calls, "runs/mine", "recipe.toml", "cluster.num_trainers=24")
     assert done.returncode == 0, done.stderr
     told = calls.read_text(encoding="utf-8").splitlines()
@@ -82,20 +82,20 @@ def test_slurm_starts_the_head_then_the_others_then_the_run(calls: Path) -> None
     assert "scontrol requeue" not in calls.read_text(encoding="utf-8")
 
 
-def test_slurm_goes_on_with_a_run_that_has_begun(calls: Path) -> None:
+def test_slurm_resumes_a_run(calls: Path) -> None:
     (calls.parent / "runs" / "mine").mkdir(parents=True)
     (calls.parent / "runs" / "mine" / "config.toml").touch()
     assert run(calls, "runs/mine", "recipe.toml").returncode == 0
     assert "outrider train --resume runs/mine --progress plain\n" in calls.read_text(encoding="utf-8")
 
 
-def test_one_node_has_no_others_and_a_failed_run_is_not_queued_again(calls: Path) -> None:
+def test_one_node_has_no_workers_and_a_failed_run_is_not_requeued(calls: Path) -> None:
     done = run(calls, "runs/mine", "recipe.toml", SLURM_JOB_NUM_NODES="1", STEPS="1", OUTRIDER_STATUS="3")
     told = calls.read_text(encoding="utf-8")
     assert done.returncode == 3 and told.count("srun") == 1 and "requeue" not in told
 
 
-def test_the_time_limit_s_signal_reaches_the_run_and_queues_the_job_again(calls: Path) -> None:
+def test_the_signal_of_the_time_limit_stops_the_run_and_requeues_the_job(calls: Path) -> None:
     (calls.parent / "bin" / "outrider").write_text(
         '#!/bin/bash\ntrap \'echo "stopped" >> "$CALLS"; exit 130\' TERM\necho "outrider $*" >> "$CALLS"\n'
         "echo training\nwhile :; do /bin/sleep 0.1; done\n",
@@ -115,7 +115,7 @@ def test_the_time_limit_s_signal_reaches_the_run_and_queues_the_job_again(calls:
     assert told.index("stopped") < told.index("scontrol requeue 7")
 
 
-def test_the_rayjob_has_the_fields_that_kuberay_reads() -> None:
+def test_the_rayjob_has_the_fields_of_kuberay() -> None:
     job: dict[str, Any] = yaml.safe_load((FOLDER / "rayjob.yaml").read_text(encoding="utf-8"))
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     spec = job["spec"]

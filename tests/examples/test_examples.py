@@ -66,7 +66,7 @@ def test_grpo_in_one_screen_learns(example: ModuleType, capsys: pytest.CaptureFi
 
 
 @named("grpo_one_screen")
-def test_one_step_on_one_screen_is_the_librarys_update(
+def test_one_step_equals_the_update_of_the_library(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[Trace] = []
@@ -127,7 +127,7 @@ def test_own_algorithm(example: ModuleType, model: str, tmp_path: Path) -> None:
 
 
 @named("own_algorithm")
-def test_the_examples_loss_by_hand(example: ModuleType) -> None:
+def test_the_loss_of_the_example(example: ModuleType) -> None:
     accumulator = MetricAccumulator()
     old = torch.tensor([-1.0, -1.0])
     inputs = TokenLossInputs(
@@ -142,7 +142,7 @@ def test_the_examples_loss_by_hand(example: ModuleType) -> None:
 
 
 @named("own_algorithm")
-def test_the_examples_memory_moves_the_baseline(example: ModuleType) -> None:
+def test_the_memory_of_the_example_changes_the_baseline(example: ModuleType) -> None:
     algorithm = example.PastBaseline(example.PastBaseline.Settings(memory_weight=0.5))
     modes = ("on_policy",) * 2
     for value, expected in ((0.0, 0.0), (1.0, 0.5), (1.0, 0.25)):  # remembered: 0, then 0.5

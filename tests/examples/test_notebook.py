@@ -33,7 +33,7 @@ def _shown(notebook: NotebookNode, cell: str, kind: str = "text/plain") -> str:
 
 
 @pytest.mark.long
-def test_the_notebook_trains_and_says_what_it_found(played: NotebookNode) -> None:
+def test_the_notebook_trains_and_has_outputs(played: NotebookNode) -> None:
     rewards, folders = ast.literal_eval(_shown(played, "told"))
     assert len(rewards) == 8 and rewards[-1] > 2 * rewards[0] > 0
     assert len(set(folders)) == 1 and "notebook" in folders[0]
@@ -44,7 +44,7 @@ def test_the_notebook_trains_and_says_what_it_found(played: NotebookNode) -> Non
     assert _shown(played, "comparison", "text/markdown").startswith("# Comparison of runs")
 
 
-def test_the_notebook_is_kept_without_outputs() -> None:
+def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     code = [one for one in notebook.cells if one.cell_type == "code"]

@@ -17,11 +17,14 @@ import pytest
 
 pytest.importorskip("openai", reason="needs the package openai")
 
-from outrider.engines.base import Request  # noqa: E402
-from outrider.tokens import ChatRenderer  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
-from tests.environments.test_agent import scheduled  # noqa: E402
-from tests.tokens.family_templates import FAMILIES, byte_tokenizer  # noqa: E402
+from tests.environments.agents.harness import (  # noqa: E402
+    by_turn,
+    closing,
+    family_renderer,
+    own_factory,
+    scheduler,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ENGINE = """#!/bin/sh
@@ -74,22 +77,10 @@ def played(
     tasks: tuple[Task, ...], *said: str
 ) -> tuple[list[str], list[tuple[Outcome | None, float | None]]]:
     """What the model was shown for its turns, and how the two rollouts ended."""
-    family = FAMILIES["qwen3"]
-    renderer = ChatRenderer(
-        byte_tokenizer(family), template_kwargs=family.variables, call_format="hermes", observations=("tool",)
-    )
     seen: list[tuple[str, str]] = []
-
-    def script(request: Request, text: str) -> str:
-        return said[int(request.request_id.rsplit("/", 1)[1])]
-
-    given = {"tool_calls": "hermes", "function": "terminal_agent:run"}
-    with scheduled(renderer=renderer, script=script, seen=seen, **given) as scheduler:
-        scheduler.engine.context_length = 65536
-        scheduler.limits = scheduler.limits.model_copy(
-            update={"max_response_tokens": 60000, "max_turn_tokens": 4000}
-        )
-        report = scheduler.run(tasks, modes=("m",) * 2, training_step=0)
+    with closing(own_factory(tool_calls="hermes", function="terminal_agent:run")) as factory:
+        made = scheduler(factory, renderer=family_renderer(), script=by_turn(*said), seen=seen)
+        report = made.run(tasks, modes=("m",) * 2, training_step=0)
     ends = [(leaf.outcome, leaf.episode_return) for leaf, _ in report.traces[0].rollouts()]
     return [text for _, text in seen], ends
 
@@ -108,7 +99,7 @@ def machines() -> list[str]:
         pytest.param("printf blue > colour.txt; touch logs", "", 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_what_the_commands_leave_is_paid(
+def test_the_reward_depends_on_the_files_of_the_commands(
     command: str, shown: str, value: float, tasks: tuple[Task, ...]
 ) -> None:
     seen, ends = played(tasks, call(command), "done")
@@ -118,7 +109,7 @@ def test_what_the_commands_leave_is_paid(
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_gone_is_a_fault_and_no_reward(tasks: tuple[Task, ...]) -> None:
+def test_a_lost_machine_is_a_fault(tasks: tuple[Task, ...]) -> None:
     _, ends = played(tasks, call('rm -r "$PWD"'), "done")
     assert ends == [(Outcome.ENVIRONMENT_FAULT, None)] * 2
 

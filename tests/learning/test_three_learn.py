@@ -88,7 +88,7 @@ def test_a_pair_sees_no_reward_and_learns_nothing(key: str) -> None:
     """Groups whose returns all tie: no learning rate would move them."""
     set_threads(1)
     shorter = replace(ARENA, toy=lambda seed: QuestToy(seed=seed, march=100))
-    found = play(shorter, METHODS[key], seed=1, max_policy_tokens=1000)
+    found = play(shorter, METHODS[key], seed=1, max_policy_tokens=400)
     toy = shorter.toy(1)
     assert isinstance(toy, QuestToy)
     assert found.num_on_policy_rewards == found.num_hybrid_rewards == 0

@@ -44,9 +44,8 @@ def test_search_equals_brute_force(
     masks = [random.random(num_rows) < share for _ in queries]
     found = search(vectors, queries, masks, k=k)
     for query, mask, match in zip(queries, masks, found, strict=True):
-        assert list(zip(match.rows.tolist(), match.similarities.tolist(), strict=True)) == brute_force(
-            vectors, query, mask, k
-        )
+        rows, cosines = (values.tolist() for values in match)
+        assert list(zip(rows, cosines, strict=True)) == brute_force(vectors, query, mask, k)
 
 
 def test_result_does_not_depend_on_the_batch() -> None:
@@ -54,16 +53,14 @@ def test_result_does_not_depend_on_the_batch() -> None:
     vectors, queries = unit(random.standard_normal((3000, 64))), unit(random.standard_normal((70, 64)))
     together = search(vectors, queries, [None] * 70, k=3)
     for query, match in zip(queries, together, strict=True):
-        alone = search(vectors, query[None], [None], k=3)[0]
-        assert np.array_equal(alone.rows, match.rows) and np.array_equal(
-            alone.similarities, match.similarities
-        )
+        [alone] = search(vectors, query[None], [None], k=3)
+        assert all(np.array_equal(one, other) for one, other in zip(alone, match, strict=True))
 
 
 def test_empty_index_and_empty_mask_give_nothing() -> None:
     query = np.ones((1, 4), np.float32) / 2
-    assert len(search(np.empty((0, 4), np.float32), query, [None])[0].rows) == 0
-    assert len(search(query, query, [np.zeros(1, bool)])[0].rows) == 0
+    assert len(search(np.empty((0, 4), np.float32), query, [None])[0][0]) == 0
+    assert len(search(query, query, [np.zeros(1, bool)])[0][0]) == 0
 
 
 def test_arguments_are_checked() -> None:

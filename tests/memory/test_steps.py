@@ -1,10 +1,14 @@
-"""The Step-Trace Buffer: what comes in, what stays, what a query may see."""
+"""The step-trace buffer: storing, ranking and querying trajectories, revisions, and invalid input."""
 
 import itertools
+import math
 import pickle
 import shutil
 import threading
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,7 +70,7 @@ def test_given_questions_replace_the_prompt(tmp_path: Path) -> None:
         assert everything(buffer)[0].history_text == "the bare question"
 
 
-def test_terminal_step_is_never_retrieved_unless_asked(tmp_path: Path) -> None:
+def test_terminal_steps_are_retrieved_only_on_request(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         buffer.add_trajectories([make_trajectory(f"t{i}", task=f"k{i}", num_steps=4) for i in range(10)])
         terminal = [record for record in everything(buffer) if record.is_terminal]
@@ -217,32 +221,9 @@ def test_repeating_a_build_adds_nothing(tmp_path: Path) -> None:
         buffer.add_trajectories([*trajectories, trajectories[3]])
         before = everything(buffer)
         report = buffer.add_trajectories([*trajectories, trajectories[3]])
-        assert (report.num_inserted, report.num_present, report.num_duplicate, report.revision) == (
-            0,
-            12,
-            1,
-            1,
-        )
+        counts = (report.num_inserted, report.num_present, report.num_duplicate, report.revision)
+        assert counts == (0, 12, 1, 1)
         assert everything(buffer) == before
-
-
-@pytest.mark.parametrize(
-    ("bad", "reason"),
-    [
-        (make_trajectory("x", reward=float("nan")), "must be finite"),
-        (make_trajectory("x", num_tokens=-1), "must be a count"),
-        (make_trajectory("x\udce9"), "not valid text"),
-        (make_trajectory("good", task="other"), "belongs to task"),
-    ],
-)
-def test_bad_trajectory_is_named_and_nothing_is_written(tmp_path: Path, bad: Trajectory, reason: str) -> None:
-    with open_writer(tmp_path) as buffer:
-        with pytest.raises(DataError, match=reason):
-            buffer.add_trajectories([make_trajectory("good"), bad])
-        assert (len(buffer), buffer.revision) == (0, 0)
-        buffer.add_trajectories([make_trajectory("good")])
-        with pytest.raises(DataError, match=reason):
-            buffer.add_trajectories([bad])
 
 
 def test_odd_texts_survive_and_repairs_are_counted(tmp_path: Path) -> None:
@@ -288,7 +269,7 @@ def test_rollback_replays_exactly(tmp_path: Path) -> None:
         assert (everything(buffer), buffer.revision) == (at_checkpoint, checkpoint)
         buffer.add_trajectories(second, keep_best=2, batch_steps=1)
         assert everything(buffer) == straight
-        with pytest.raises(CheckpointError, match="revision 99 is not in the buffer, which holds 0 to"):
+        with pytest.raises(CheckpointError, match="revision 99 is not in the buffer, which contains 0 to"):
             buffer.rollback(99)
     with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as buffer:
         assert everything(buffer) == straight
@@ -308,8 +289,8 @@ def test_memory_equals_file_after_every_call(tmp_path: Path) -> None:
 
 
 def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_then(tmp_path: Path) -> None:
-    """Retrieval of trajectories asks for the steps that follow a hit: they must not vanish because a better
-    one came since.
+    """Retrieval of trajectories reads the steps after a hit, which must not vanish if a better trajectory
+    replaces them.
     """
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a", reward=0.5)], keep_best=1)
@@ -340,10 +321,8 @@ def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_
         reader.close()
 
 
-def test_what_a_checkpoint_counts_on_is_in_the_file_itself(tmp_path: Path) -> None:
-    """The write-ahead log is not forced to disk by a commit: after a power failure only what was moved to the
-    file is sure.
-    """
+def test_flushed_batches_are_in_the_file_itself(tmp_path: Path) -> None:
+    """A commit does not force the write-ahead log to disk: after a power failure only the file is sure."""
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a")])
         writer.flush()
@@ -378,9 +357,7 @@ def test_a_reader_keeps_its_revision_and_pickles_by_path(tmp_path: Path) -> None
 
 
 def test_threads_query_while_a_writer_adds(tmp_path: Path) -> None:
-    """Every answer belongs to one revision: trajectories of a task are replaced as a whole, so never zero or
-    two of them.
-    """
+    """Every result is of one revision: trajectories are replaced as a whole, so there is always one."""
     failures: list[object] = []
     done = threading.Event()
 
@@ -442,16 +419,11 @@ def test_stats(tmp_path: Path) -> None:
     assert (stats.num_tasks, stats.num_trajectories, stats.num_steps, stats.num_tokens) == (2, 5, 15, 60)
     assert (stats.num_trajectories_by_agent, stats.num_steps_by_agent) == ({"a": 3, "b": 2}, {"a": 9, "b": 6})
     assert stats.share_terminal == pytest.approx(5 / 15)
-    assert stats.steps_per_trajectory_quantiles == (1, 2, 3, 4, 5) and stats.reward_quantiles == (
-        0,
-        1,
-        2,
-        3,
-        4,
-    )
+    assert stats.steps_per_trajectory_quantiles == (1, 2, 3, 4, 5)
+    assert stats.reward_quantiles == (0, 1, 2, 3, 4)
 
 
-def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_another_generation(
+def test_steps_by_id_keep_the_order_and_are_never_of_another_generation(
     tmp_path: Path,
 ) -> None:
     with open_writer(tmp_path) as buffer:
@@ -470,3 +442,69 @@ def test_steps_by_number_come_in_the_order_that_was_asked_for_and_never_from_ano
                 reader.steps([1])
         with StepTraceBuffer(tmp_path / "buffer.sqlite", HashEmbedder(), mode="read") as reader:
             assert [record.step_id for record in reader.steps([2, 1])] == [2, 1]
+
+
+# Invalid trajectories and options
+
+
+@pytest.fixture
+def buffer(tmp_path: Path) -> Iterator[StepTraceBuffer]:
+    with open_writer(tmp_path) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("options", [{"keep_best": 0}, {"keep_best": -1}, {"batch_steps": 0}], ids=str)
+def test_counts_below_one_are_errors(buffer: StepTraceBuffer, options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="at least 1"):
+        buffer.add_trajectories([make_trajectory("a")], **options)  # type: ignore[arg-type]
+    assert len(buffer) == 0 and buffer.revision == 0
+
+
+def test_the_smallest_counts_are_valid(buffer: StepTraceBuffer) -> None:
+    """One trajectory of a task, a revision for each task, and without a bound all of them."""
+    offered = [make_trajectory(name, task=task) for name, task in (("a", "s"), ("b", "s"), ("c", "t"))]
+    report = buffer.add_trajectories(offered, keep_best=1, batch_steps=1)
+    assert (report.num_inserted, report.num_outranked, report.revision) == (2, 1, 2)
+    assert buffer.add_trajectories(offered, keep_best=None).num_inserted == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reward": math.nan}, "trajectory 'a': reward is nan"),
+        ({"reward": math.inf}, "trajectory 'a': reward is inf"),
+        ({"num_tokens": -1}, "trajectory 'a': num_tokens is -1"),
+        ({"num_tokens": 2**63}, "trajectory 'a': num_tokens is"),
+        ({"agent": "\ud800"}, "trajectory 'a': .* is not valid text"),
+        ({"trajectory_id": "\udce9"}, "is not valid text"),
+        ({"task_key": "\ud800"}, "trajectory 'a': .* is not valid text"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_trajectory_and_nothing_is_written(
+    buffer: StepTraceBuffer, changes: dict[str, Any], message: str
+) -> None:
+    wrong = replace(make_trajectory("a"), **changes)
+    with pytest.raises(DataError, match=message):
+        buffer.add_trajectories([make_trajectory("fine"), wrong])
+    with pytest.raises(DataError, match=message):
+        buffer.check([wrong])
+    assert len(buffer) == 0
+
+
+def test_an_id_of_another_task_is_an_error_with_both_names(buffer: StepTraceBuffer) -> None:
+    """Within one offer, and against what is stored; the same id twice for its own task only counts."""
+    with pytest.raises(DataError, match="trajectory 'a': belongs to task 's' and to task 't'"):
+        buffer.add_trajectories([make_trajectory("a", task="s"), make_trajectory("a", task="t")])
+    report = buffer.add_trajectories([make_trajectory("a", task="s"), make_trajectory("a", task="s")])
+    assert (report.num_offered, report.num_inserted, report.num_duplicate) == (2, 1, 1)
+    with pytest.raises(DataError, match="trajectory 'a': belongs to task 's' and to task 't'"):
+        buffer.add_trajectories([make_trajectory("a", task="t")])
+
+
+def test_a_trajectory_after_a_repeated_id_is_stored(buffer: StepTraceBuffer) -> None:
+    """And tasks are counted by their keys, not by anything else of their trajectories."""
+    offered = [make_trajectory(name, task="s", agent=name) for name in ("a", "a", "b")]
+    report = buffer.add_trajectories(offered)
+    assert (report.num_offered, report.num_inserted, report.num_duplicate) == (3, 2, 1)
+    assert buffer.stats().num_tasks == 1

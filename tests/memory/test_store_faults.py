@@ -47,14 +47,8 @@ def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None
     for repetition in range(40):  # until a kill has fallen into a batch, and two at least
         if repetition >= 2 and num_lost:
             break
-        arguments = [
-            sys.executable,
-            "-c",
-            WRITER,
-            str(path),
-            str(Path(__file__).parents[2]),
-            *[p for p in sys.path if p],
-        ]
+        paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+        arguments = [sys.executable, "-c", WRITER, str(path), *paths]
         with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             acknowledged = [process.stdout.readline() for _ in range(5)]
@@ -116,7 +110,10 @@ def test_open_batch_of_a_living_writer_is_not_lost(tmp_path: Path) -> None:
     assert embedder.answers == [False]
 
 
-def test_second_writer_is_refused_until_the_first_closes(tmp_path: Path) -> None:
+def test_second_writer_is_refused_until_the_first_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.memory.step_store.time.sleep", lambda seconds: None)
     path = build(tmp_path / "buffer.sqlite")
     with (
         StepTraceBuffer(path, HashEmbedder(), mode="write"),

@@ -78,7 +78,7 @@ def run_with(folder: Path, *arguments: str, cache: Path) -> subprocess.Completed
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="needs packages in an environment of its own")
-def test_the_demo_s_extra_is_enough_to_train_with_an_empty_cache(tmp_path: Path) -> None:
+def test_the_demo_extra_trains_with_an_empty_cache(tmp_path: Path) -> None:
     for model in MODELS:
         metadata.version(model)
     wanted = closure("outrider[demo]") | {_normal(name) for name in MODELS}

@@ -25,7 +25,7 @@ def set_up(*variables: str) -> list[str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_the_index_that_is_given_is_where_torch_comes_from() -> None:
+def test_torch_comes_from_the_given_index() -> None:
     pinned = next(
         line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
     )
@@ -34,7 +34,7 @@ def test_the_index_that_is_given_is_where_torch_comes_from() -> None:
         assert f"{index}{pinned}" in line and line.count("index") == 2 * bool(index)
 
 
-def test_every_extra_is_told_where_it_is_installed() -> None:
+def test_every_extra_is_in_the_installation_page() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for_us = {"dev", "docs", "mutation", "viewer-tests"}
     extras = set(project["optional-dependencies"]) - for_us - {"demo", "gguf", "minilm", "factbook"}

@@ -20,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
         metadata_name, scripts_name = (
@@ -51,7 +51,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 
 @pytest.mark.wheel
-def test_the_package_is_the_wheel_s(installed: Installed) -> None:
+def test_the_package_is_imported_from_the_wheel(installed: Installed) -> None:
     found = installed.run("python", "-c", "import outrider, sys; print(outrider.__file__); print(sys.path)")
     file, path = found.stdout.splitlines()
     assert Path(file).is_relative_to(installed.folder)
@@ -80,7 +80,7 @@ def test_doctor(installed: Installed) -> None:
 
 
 @pytest.mark.wheel
-def test_the_starting_recipe_and_every_recipe_of_the_repository_are_read(installed: Installed) -> None:
+def test_all_recipes_are_read(installed: Installed) -> None:
     assert len(RECIPES) > 4
     printed = run_all(
         installed, ["init", "mine.toml"],
@@ -91,7 +91,7 @@ def test_the_starting_recipe_and_every_recipe_of_the_repository_are_read(install
 
 
 @pytest.mark.wheel
-def test_runs_their_report_and_their_comparison(installed: Installed, tmp_path: Path) -> None:
+def test_runs_report_and_comparison(installed: Installed, tmp_path: Path) -> None:
     recipe = write_tool_run(tmp_path)
     tiny = ["train", str(recipe), "--progress", "none", "train.num_steps=2", "evaluation.every=2"]
     done = installed.run("outrider", *tiny, "--run", "runs/0")
@@ -109,7 +109,7 @@ def test_runs_their_report_and_their_comparison(installed: Installed, tmp_path: 
 
 
 @pytest.mark.wheel
-def test_the_shop_s_catalogue_is_there(installed: Installed) -> None:
+def test_the_catalogue_of_the_shop_is_installed(installed: Installed) -> None:
     code = (
         "from outrider.environments.webshop.catalogue import load_catalogue; "
         "print(load_catalogue(None, None))"

@@ -22,7 +22,7 @@ TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ") and "`outrider train recipes/" in line]
 
 
-def test_training_holds_so_many_bytes_a_parameter() -> None:
+def test_bytes_per_parameter_of_training() -> None:
     """Of the real policy in bfloat16, at the moment of its first step when every part of it is there."""
     policy = Policy(tiny_model(dtype=torch.bfloat16), OptimizerSettings())
     torch.stack([parameter.sum() for parameter in policy.working.values()]).sum().backward()
@@ -46,7 +46,7 @@ def page_rows() -> list[list[str]]:
     return [row for row in rows if row[0].startswith("`") and "/" in row[0]]
 
 
-def test_the_page_says_what_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_numbers_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(page_rows()) == 5
     recipe = str(ROOT / "recipes" / "tool-reasoning.toml")
     for name, total, together, beside in page_rows():
@@ -69,7 +69,7 @@ def model_of(command: str) -> str:
     ).model.name
 
 
-def test_every_row_says_whether_its_training_fits_one_device(too_large: set[str]) -> None:
+def test_every_row_states_whether_its_training_fits_one_device(too_large: set[str]) -> None:
     missing = ""
     num_too_large = 0
     for row in ROWS:

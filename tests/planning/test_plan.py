@@ -41,7 +41,7 @@ def counted(config: object) -> int:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_those_of_the_real_model(family: str, is_tied: bool, tmp_path: Path) -> None:
+def test_parameters_equal_those_of_the_model(family: str, is_tied: bool, tmp_path: Path) -> None:
     config = AutoConfig.for_model(family, **SMALL, tie_word_embeddings=is_tied)
     config.save_pretrained(tmp_path)
     assert find_shape(str(tmp_path)).num_parameters == counted(config)
@@ -54,13 +54,13 @@ def test_parameters_are_those_of_the_real_model(family: str, is_tied: bool, tmp_
         for number, name in enumerate(known_models())
     ],
 )
-def test_known_models_are_counted(name: str) -> None:
+def test_parameters_of_known_models(name: str) -> None:
     values = dict(known_models()[name])
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     assert shape_from_config(known_models()[name], name=name).num_parameters == counted(config)
 
 
-def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine() -> None:
+def test_restarted_contexts_count_for_the_update_and_not_for_the_engine() -> None:
     base = {
         "algorithm": {"type": "grpo"},
         "environment": {"type": "webshop"},
@@ -77,7 +77,7 @@ def test_contexts_that_begin_anew_are_tokens_of_an_update_and_not_of_the_engine(
     assert stripped.step_tokens == 5 * kept.step_tokens
 
 
-def test_a_family_that_is_not_counted_is_refused() -> None:
+def test_an_unknown_model_family_is_refused() -> None:
     with pytest.raises(ModelError, match="mamba"):
         shape_from_config({"model_type": "mamba"}, name="x")
 
@@ -88,7 +88,7 @@ def test_states_are_sixteen_bytes_per_parameter() -> None:
     assert sum(rank[name] for name in ("masters", "moments", "gradients")) == 2 * shape.num_parameters
 
 
-def test_seven_billion_fit_eight_gpus_and_thirty_two_need_sixteen() -> None:
+def test_fits_of_7b_and_32b_models() -> None:
     seven, large = (find_shape(f"Qwen/Qwen2.5-{size}-Instruct") for size in ("7B", "32B"))
     layout = Layout(placement="colocate", trainers=8, engines=8)
     assert fit(seven, WORK, layout, gpu_memory=MEMORY).fits
@@ -138,7 +138,7 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 REASONING = str(RECIPES / "tool-reasoning.toml")
 
 
-def test_vllm_has_room_for_keys_and_values_in_its_share_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_vllm_uses_its_share_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     seven = (REASONING, "--model", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "8")
     default, half, tiny = (
         planned(capsys, *seven, *share) for share in ((), ("engine.memory=0.5",), ("engine.memory=0.01",))
@@ -151,9 +151,7 @@ def test_vllm_has_room_for_keys_and_values_in_its_share_of_a_gpu(capsys: pytest.
     assert main(["plan", *seven, "engine.memory=3"]) == 2
 
 
-def test_an_engine_that_shares_the_trainer_s_weights_has_all_that_is_left(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_local_engine_uses_all_remaining_memory(capsys: pytest.CaptureFixture[str]) -> None:
     local = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B", "engine.type=local")
     vllm = planned(capsys, REASONING, "--model", "Qwen/Qwen3-0.6B")
     assert local["engine_memory_share"] is None and vllm["engine_memory_share"] == 0.3
@@ -162,7 +160,7 @@ def test_an_engine_that_shares_the_trainer_s_weights_has_all_that_is_left(
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), LoraSettings().target_modules, ("all-linear",)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_those_that_the_policy_trains(
+def test_adapter_parameters_equal_those_of_the_policy(
     family: str, targets: tuple[str, ...], tmp_path: Path
 ) -> None:
     config = AutoConfig.for_model(family, **SMALL)
@@ -176,7 +174,7 @@ def test_adapters_are_those_that_the_policy_trains(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trained_layers_are_those_that_the_policy_trains(family: str, tmp_path: Path) -> None:
+def test_parameters_of_trained_layers_equal_those_of_the_policy(family: str, tmp_path: Path) -> None:
     config = AutoConfig.for_model(family, **SMALL)
     config.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(config)
@@ -188,7 +186,7 @@ def test_trained_layers_are_those_that_the_policy_trains(family: str, tmp_path: 
         Training(max_tokens=64, trained_layers=4).trained_parameters(shape)
 
 
-def test_adapters_of_a_matrix_that_is_not_known_are_refused() -> None:
+def test_adapters_of_an_unknown_matrix_are_refused() -> None:
     shape = find_shape_of("Qwen/Qwen3-8B")
     with pytest.raises(ConfigError, match="c_attn"):
         Training(max_tokens=64, lora_rank=8, lora_targets=("c_attn",)).trained_parameters(shape)
@@ -224,9 +222,7 @@ def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, chec
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-cluster"])
-def test_a_recipe_for_the_cpu_is_planned_for_this_machine(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_of_a_cpu_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / f"{name}.toml")
     plan = planned(capsys, recipe, "--gpu-memory", "24")
     assert plan["fits"] and plan["device"]["is_cpu"] and plan["update_seconds"] is None

@@ -66,7 +66,7 @@ def test_an_object_in_place_of_a_name_and_the_run_as_tables(tmp_path: Path) -> N
     traces = run.traces(run.steps()[-1])
     assert set(traces.column("task_key").to_pylist()) <= {f"own/train/{i}" for i in range(3)}
     assert run.evaluation_traces(0).num_rows > 0
-    with pytest.raises(ConfigError, match=r"environment.size is 4, the run began with 3"):
+    with pytest.raises(ConfigError, match=r"environment.size is 4, but the run started with 3"):
         outrider.train(resume=run.path, environment=Own(Own.Settings(size=4)))
     with pytest.raises(ConfigError, match=r"environment\.type"):
         outrider.train(resume=run.path, environment=Other(Other.Settings(size=3)))
@@ -94,7 +94,7 @@ def test_evaluate_by_name_and_with_the_weights_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["train.num_steps=1", "evaluation.at_start=false"])
 def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=rf"an evaluation has .*: leave '{override}' out"):
+    with pytest.raises(ConfigError, match=rf"an evaluation requires .*: remove '{override}'"):
         outrider.evaluate(tree(tmp_path), run=tmp_path / "eval", overrides=["seed=2", override])
     assert not (tmp_path / "eval").exists()
 
@@ -102,10 +102,10 @@ def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, t
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({}, "give a recipe"),
+        ({}, "pass a recipe"),
         ({"recipe": {"environment": {"type": "house"}}, "run": "new"}, "algorithm: Field required"),
         ({"recipe": "gone.toml", "run": "new"}, "cannot read gone.toml"),
-        ({"recipe": {}, "environments": "house"}, "there is no section 'environments' for a plug-in"),
+        ({"recipe": {}, "environments": "house"}, "unknown plug-in section 'environments'"),
         ({"resume": "gone", "environment": "house"}, "keeps its environment: only an object"),
         ({"resume": "gone", "run": "new"}, "keeps its model and its directory"),
     ],

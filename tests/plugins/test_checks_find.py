@@ -20,25 +20,25 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.house import House
+from outrider.environments.house import HouseEnvironment
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
 from tests.tiny import tiny_tokenizer
 
 
-def _raises(self: House, action: str) -> StepResult:
+def _raises(self: HouseEnvironment, action: str) -> StepResult:
     if not action:
         raise IndexError("empty")
-    return House.step(self, action)
+    return HouseEnvironment.step(self, action)
 
 
-def _draws(self: House, action: str) -> StepResult:
-    result = House.step(self, action)
+def _draws(self: HouseEnvironment, action: str) -> StepResult:
+    result = HouseEnvironment.step(self, action)
     return StepResult(message=str(random.random()), done=result.done)
 
 
-def _no_record(self: House) -> EpisodeResult:
+def _no_record(self: HouseEnvironment) -> EpisodeResult:
     return EpisodeResult(episode_return=float("nan"), success=False)
 
 
@@ -46,17 +46,17 @@ def _no_record(self: House) -> EpisodeResult:
     ("methods", "told"),
     [
         ({"step": _raises}, "step raises for '': IndexError"),
-        ({"step": _draws}, "with the same seed"),
+        ({"step": _draws}, "for the same seed"),
         ({"result": _no_record}, "no finite number"),
-        ({"copy": lambda self: self}, "changes the record of the original"),
+        ({"copy": lambda self: self}, "changes the result of the original"),
         ({"reset": lambda self, task, seed: ()}, "reset gives no message"),
-        ({"step": lambda self, action: StepResult(message=None)}, "the episode goes on"),
+        ({"step": lambda self, action: StepResult(message=None)}, "does not end the episode"),
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],
 )
 def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
     with pytest.raises(AssertionError, match=told):
-        check_environment(type("Broken", (House,), methods))
+        check_environment(type("Broken", (HouseEnvironment,), methods))
 
 
 class Upper:
@@ -74,11 +74,14 @@ class Upper:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"name": "Up per"}, "is no tag"),
-        ({"run_text": lambda self, text: text}, "no ToolOutput"),
+        ({"name": "Up per"}, "is not a tag"),
+        ({"run_text": lambda self, text: text}, "not a ToolOutput"),
         ({"run_text": lambda self, text: ToolOutput(text=str(1 / (len(text) - 5000)))}, "run_text raises"),
-        ({"run_text": lambda self, text: ToolOutput(text=str(random.random()))}, "beside other calls"),
-        ({"usage": "Just call it."}, "usage does not show <upper>"),
+        (
+            {"run_text": lambda self, text: ToolOutput(text=str(random.random()))},
+            "in parallel with other calls",
+        ),
+        ({"usage": "Just call it."}, "usage does not contain <upper>"),
     ],
 )
 def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
@@ -129,7 +132,7 @@ class StatelessHook(Grpo):
         (type("Broken", (Grpo,), {"assign_step_advantages": _undeclared}), "mine/secret.* is not declared"),
         (type("Broken", (Grpo,), {"assign_step_advantages": lambda self, traces: []}), "has 0 entries"),
         (type("Broken", (Grpo,), {"modes_of": lambda self, step, group: ()}), "modes_of"),
-        (StatelessHook, "other credit after state and restore"),
+        (StatelessHook, "advantages differ after state and restore"),
     ],
 )
 def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:
@@ -167,8 +170,8 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
     ("changed", "told"),
     [
         ({"generate": _shuffled}, "not in the order of the requests"),
-        ({"generate": _too_long}, "asked for 1 to"),
-        ({"load": lambda self, version: None}, "does not take the version"),
+        ({"generate": _too_long}, "but 1 to 6 were requested"),
+        ({"load": lambda self, version: None}, "does not set the given weight version"),
         ({"generate": lambda self, requests: []}, "not in the order"),
     ],
 )
@@ -223,9 +226,9 @@ class Shift(Algorithm):
 
 
 def test_a_setting_without_effect() -> None:
-    with pytest.raises(AssertionError, match="the setting shift changes no advantage"):
+    with pytest.raises(AssertionError, match="no value of the setting shift changes an advantage"):
         check_algorithm(Shift(ShiftSettings(group_size=4)))
-    with pytest.raises(AssertionError, match="the setting eps_of_mine changes no advantage"):
+    with pytest.raises(AssertionError, match="no value of the setting eps_of_mine changes an advantage"):
         check_algorithm(Shift(ShiftSettings(group_size=4)), without_effect=["shift"])
     check_algorithm(Shift(ShiftSettings(group_size=4)), without_effect=["shift", "eps_of_mine"])
     used = type("Used", (Shift,), {"uses_shift": True})

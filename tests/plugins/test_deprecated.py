@@ -11,7 +11,7 @@ from outrider.algorithms.base import Algorithm, GroupAdvantages, GroupFilter, Ta
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.deprecated import MODULES, NAMES
 from outrider.environments.base import EnvironmentFactory
-from outrider.environments.house import House, HouseConfig
+from outrider.environments.house import HouseConfig, HouseEnvironment
 from outrider.plugins.registry import read_settings
 from outrider.testing import check_environment
 from outrider.trace import Trace
@@ -94,10 +94,10 @@ class OldWorld:
         self.config = config
 
     def tasks(self, split: str) -> Sequence[Task]:
-        return House.tasks(self.config, split)
+        return HouseEnvironment.tasks(self.config, split)
 
     def make(self) -> EnvironmentFactory:
-        return House.build(self.config).make()
+        return HouseEnvironment.build(self.config).make()
 
     def expert(self, task: Task, seed: int) -> None:
         return None

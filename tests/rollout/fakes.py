@@ -1,23 +1,27 @@
-"""Small environments and engines for the loop: everything scripted, every call recorded."""
+"""Scripted environments and engines that record every call, and hooks and helpers for tests of the loop."""
 
+import copy
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import Env, EpisodeResult, StepResult
 from outrider.rollout.episode import Sampling
-from outrider.rollout.hooks import Hook
-from outrider.rollout.scheduler import Scheduler
+from outrider.rollout.hooks import EpisodeState, Hook
+from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, Tokenizer
+from outrider.trace import Trace
 from outrider.types import Message, Role, Task
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
+END = StepResult(message=None, done=True)
 
 
 def say(text: str, role: Role = "inline") -> StepResult:
@@ -26,7 +30,7 @@ def say(text: str, role: Role = "inline") -> StepResult:
 
 @dataclass(slots=True)
 class Fake:
-    """``on_step(number, text)`` answers the policy's turns; ``delay`` seconds before every answer."""
+    """An environment: ``on_step(number, text)`` returns the result of a turn after ``delay`` seconds."""
 
     on_step: Callable[[int, str], StepResult]
     question: str = "q"
@@ -59,7 +63,7 @@ class Fake:
 
 @dataclass(slots=True)
 class Factory:
-    """Makes environments with ``make(task, number)`` and keeps them for inspection."""
+    """Creates environments with ``make(task, number)`` and stores them in ``made``."""
 
     make: Callable[[Task, int], Env]
     made: list[Env] = field(default_factory=list)
@@ -72,11 +76,23 @@ class Factory:
         return environment
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Close nothing."""
+
+
+class CopyableFake(Fake):
+    """The same environment with copies."""
+
+    def copy(self) -> "CopyableFake":
+        return copy.deepcopy(self)
+
+
+def three_observations(number: int, text: str) -> StepResult:
+    """Observe the three first turns and end the episode at the fourth."""
+    return say(f" o{number}:{text}") if number < 3 else END
 
 
 class RawEngine(ScriptedEngine):
-    """Answers with ids instead of text: what no tokenizer would write."""
+    """An engine that generates token ids, also those that no tokenizer would write."""
 
     def __init__(
         self, tokenizer: Tokenizer, ids: Callable[[Request], Sequence[int]], context_length: int = 4096
@@ -137,3 +153,39 @@ def scheduler(
 
 def tasks(num: int) -> list[Task]:
     return [Task(key=f"task {i}", question=f"question {i}") for i in range(num)]
+
+
+def random_ids_engine() -> RawEngine:
+    """Ids and lengths that depend on the seed of the request."""
+
+    def ids(request: Request) -> Sequence[int]:
+        draw = random.Random(request.seed)
+        return [draw.randrange(10, 60) for _ in range(draw.randrange(1, 8))]
+
+    return RawEngine(TOKENIZER, ids)
+
+
+def contents(report: RolloutReport) -> list[Any]:
+    """Everything in the traces, for exact comparison."""
+    return [
+        (trace.task.key, trace.nodes, [trace.leaves[i] for i in sorted(trace.leaves)])
+        for trace in report.traces
+    ]
+
+
+@dataclass
+class Forking(Hook):
+    """Requests ``rule(state)`` forks at every turn."""
+
+    rule: Callable[[EpisodeState], int]
+    first_wave: int = 3
+    wave: int | None = 5
+    streak_scope: Literal["lineage", "prompt"] = "lineage"
+    calls: list[tuple[str, int, int]] = field(default_factory=list)
+
+    def num_forks(self, state: EpisodeState) -> int:
+        self.calls.append((state.task.key, state.rollout, state.turn))
+        return int(self.rule(state))
+
+    def budget(self, trace: Trace) -> int | None:
+        return self.wave

@@ -38,7 +38,7 @@ def solver(asked: Asked) -> Answer:
 
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("role", ["inline", "user"])
-def test_trajectories_have_the_environments_return(role: str, continues: bool) -> None:
+def test_trajectories_have_the_return_of_the_environment(role: str, continues: bool) -> None:
     family = ToyTaskSet(2, role=role)
     with chat_server(solver) as server:
         report = collector(server.url, family, continues=continues).collect(
@@ -61,7 +61,7 @@ def test_trajectories_have_the_environments_return(role: str, continues: bool) -
     assert roles == (["system", "user", "assistant"] if merged else ["system", "user", "assistant", "user"])
 
 
-def test_a_group_shares_its_start_and_rollouts_differ_in_their_sampling_seed() -> None:
+def test_rollouts_of_a_task_share_the_reset_seed_and_differ_in_the_sampling_seed() -> None:
     family = ToyTaskSet(2)
     with chat_server(solver) as server:
         report = collector(server.url, family).collect(family.tasks("train"), num_rollouts=2)
@@ -71,7 +71,7 @@ def test_a_group_shares_its_start_and_rollouts_differ_in_their_sampling_seed() -
     assert len(set(seeds)) == len(seeds) == 8
 
 
-def test_done_rollouts_are_skipped_and_counted() -> None:
+def test_finished_rollouts_are_skipped_and_counted() -> None:
     family = ToyTaskSet(2)
     with chat_server(solver) as server:
         report = collector(server.url, family).collect(
@@ -86,10 +86,9 @@ def test_done_rollouts_are_skipped_and_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "outcome"),
-    [("<crash>", Outcome.ENVIRONMENT_FAULT), ("<break>", Outcome.TOOL_FAULT)],
+    ("text", "outcome"), [("<crash>", Outcome.ENVIRONMENT_FAULT), ("<break>", Outcome.TOOL_FAULT)]
 )
-def test_faults_have_no_trajectory_and_get_fresh_tries(text: str, outcome: Outcome) -> None:
+def test_a_fault_is_retried_and_leaves_no_trajectory(text: str, outcome: Outcome) -> None:
     family = ToyTaskSet(1)
     with chat_server([completion(text)]) as server:
         report = collector(server.url, family, max_retries=2).collect(family.tasks("train"), num_rollouts=1)
@@ -98,7 +97,7 @@ def test_faults_have_no_trajectory_and_get_fresh_tries(text: str, outcome: Outco
     assert one.detail and family.num_closed == 3 and report.trajectories == []
 
 
-def test_a_retry_that_works_is_counted() -> None:
+def test_a_successful_retry_is_counted() -> None:
     family = ToyTaskSet(1, num_early_faults=2)
     with chat_server(solver) as server:
         (one,) = (
@@ -124,7 +123,7 @@ def test_limits_of_turns_and_tokens() -> None:
     assert turns.trajectories[0].reward == 0.0 and not turns.trajectories[0].steps[-1].is_terminal
 
 
-def test_no_more_than_so_many_at_once() -> None:
+def test_num_concurrent_is_the_number_of_running_rollouts() -> None:
     running, most, lock, gate = [0], [0], threading.Lock(), threading.Barrier(3, timeout=30)
 
     class Counting(ChatEndpoint):
@@ -156,7 +155,7 @@ def test_a_dead_server_stops_the_collection() -> None:
         assert len(server.asked) < 20  # 50 rollouts of two tries would be 100
 
 
-def test_single_engine_faults_are_counted_and_do_not_stop_it() -> None:
+def test_single_engine_faults_do_not_stop_the_collection() -> None:
     family = ToyTaskSet(10)
     broken = ("question 3", "question 7")
 
@@ -169,7 +168,7 @@ def test_single_engine_faults_are_counted_and_do_not_stop_it() -> None:
     assert report.outcomes == {Outcome.FINISHED: 8, Outcome.ENGINE_FAULT: 2} and len(report.trajectories) == 8
 
 
-def test_a_wrong_key_stops_the_collection_at_once() -> None:
+def test_an_invalid_api_key_stops_the_collection() -> None:
     family = ToyTaskSet(50)
     with chat_server([Answer({}, status=401)]) as server, pytest.raises(ModelError, match="valid key"):
         collector(server.url, family, num_concurrent=2).collect(family.tasks("train"), num_rollouts=1)
@@ -182,7 +181,7 @@ def test_a_wrong_key_stops_the_collection_at_once() -> None:
         min_size=1,
     )
 )
-def test_no_output_raises(texts: list[str]) -> None:
+def test_no_model_output_raises(texts: list[str]) -> None:
     class Saying(ChatEndpoint):
         def complete(self, messages: Any, **options: Any) -> ChatReply:
             return ChatReply(text=texts[len(messages) // 2 % len(texts)], num_tokens=1)
@@ -196,7 +195,7 @@ def test_no_output_raises(texts: list[str]) -> None:
     assert not one.outcome.is_fault and one.trajectory is not None
 
 
-def test_a_cut_turn_that_cannot_be_read_is_truncated_and_not_invalid() -> None:
+def test_an_unreadable_truncated_turn_is_truncated_and_not_invalid() -> None:
     family = ToyTaskSet(1)
     outcomes = []
     for finish in ("stop", "length"):
@@ -205,7 +204,7 @@ def test_a_cut_turn_that_cannot_be_read_is_truncated_and_not_invalid() -> None:
     assert outcomes == [Outcome.INVALID, Outcome.TRUNCATED_TOKENS]
 
 
-def test_every_rollout_is_handed_over_as_it_ends_with_its_tool_calls() -> None:
+def test_the_callback_receives_every_rollout_when_it_ends() -> None:
     family = ToyTaskSet(2)
     played: list[tuple[str, int, Collected]] = []
     owed = [(family.tasks("train")[1], 4), (family.tasks("train")[0], 2)]
@@ -220,7 +219,7 @@ def test_every_rollout_is_handed_over_as_it_ends_with_its_tool_calls() -> None:
     assert [one.num_tool_calls for one in returned] == [1, 1]
 
 
-def test_what_the_receiver_raises_stops_the_play() -> None:
+def test_an_error_of_the_callback_stops_the_collection() -> None:
     family = ToyTaskSet(20)
 
     def full(task: Task, rollout: int, collected: Collected) -> None:
@@ -233,7 +232,7 @@ def test_what_the_receiver_raises_stops_the_play() -> None:
     assert family.num_closed < 20
 
 
-def test_an_episode_that_outgrows_the_servers_context_is_cut_and_scored() -> None:
+def test_an_episode_over_the_context_of_the_server_is_truncated_and_scored() -> None:
     """A refusal of the first request is the server's; one of a grown conversation is the agent's end."""
     refusal = Answer({"error": {"message": "This model's maximum context length is 64 tokens"}}, status=400)
     family = ToyTaskSet(1)
@@ -255,7 +254,7 @@ class NoConnection(EnvironmentFault):
     """A fault that an environment tells apart, as that of OpenEnv servers does."""
 
 
-def test_a_fault_of_a_type_of_its_own_is_an_outcome_like_another() -> None:
+def test_a_subclass_of_a_fault_has_the_same_outcome() -> None:
     def factory(task: Task) -> Any:
         raise NoConnection("nobody there")
 

@@ -141,7 +141,7 @@ def play(
     operations=st.lists(st.sampled_from(OPERATIONS), max_size=8),
     said=st.lists(st.sampled_from(WORDS), min_size=1, max_size=4),
 )
-def test_the_policy_sees_what_a_server_renders(name: str, operations: list[str], said: list[str]) -> None:
+def test_every_context_is_what_a_server_renders(name: str, operations: list[str], said: list[str]) -> None:
     renderer = renderer_of(name)
     trace, program, seen = play(operations, renderer, said)
     [(leaf, path)] = trace.rollouts()
@@ -163,7 +163,7 @@ def test_the_policy_sees_what_a_server_renders(name: str, operations: list[str],
 
 @settings(max_examples=6)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=6))
-def test_thinking_goes_or_stays(operations: list[str]) -> None:
+def test_stripped_thinking_is_in_no_later_context(operations: list[str]) -> None:
     """What a program is told has no thinking: kept, the context goes on with it; stripped, it is rendered."""
     said = ["<think>\nhm\n</think>\n\nyes"]
     renderer = renderer_of("qwen3", "strip")
@@ -188,7 +188,7 @@ class Tips(StatelessHook):
 
 @settings(max_examples=6)
 @given(operations=st.lists(st.sampled_from(OPERATIONS), max_size=6))
-def test_without_its_tips_a_rollout_is_what_it_is_without_a_memory(operations: list[str]) -> None:
+def test_without_its_tips_a_rollout_equals_one_without_a_memory(operations: list[str]) -> None:
     renderer = renderer_of("qwen2.5")
     with_tips, _, seen = play(operations, renderer, WORDS, hooks=(Tips(),))
     plain, _, _ = play(operations, renderer, WORDS)
@@ -210,7 +210,7 @@ def test_without_its_tips_a_rollout_is_what_it_is_without_a_memory(operations: l
 
 
 @pytest.mark.parametrize("limit", [40, 80, 160, 320])
-def test_no_budget_is_exceeded(limit: int) -> None:
+def test_the_response_budget_is_not_exceeded(limit: int) -> None:
     trace, _, _ = play(["append", "new", "back", "append"] * 2, renderer_of("qwen2.5"), ["yes"],
                        max_response_tokens=limit)  # fmt: skip
     [(leaf, path)] = trace.rollouts()

@@ -64,7 +64,7 @@ def groups(family: ToyTaskSet) -> list[Trace]:
     return runs.run(family.tasks("train"), modes=("on_policy",) * 2, training_step=STEP).traces
 
 
-def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gives_it() -> None:
+def test_a_demonstration_joins_its_group_with_the_return_of_the_environment() -> None:
     family, algorithm = Expert(3), luffy()
     traces = groups(family)
     replayed, metrics = add_off_policy_groups(parts_of(family, algorithm), traces, step=STEP, note=print)
@@ -102,7 +102,7 @@ def test_a_demonstration_joins_its_group_with_the_return_that_the_environment_gi
     assert not algorithm.assign_advantages(wrong).advantages.has_signal
 
 
-def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again() -> None:
+def test_experts_are_called_in_every_step_and_their_faults_are_retried_and_counted() -> None:
     family, algorithm = Expert(3), luffy()
     parts = parts_of(family, algorithm)
     family.num_refusals = 2  # both tries of the first task
@@ -118,7 +118,7 @@ def test_experts_are_asked_in_every_step_and_faults_are_counted_and_tried_again(
     assert family.num_asked == 4 + 3 and family.num_closes == 4
 
 
-def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> None:
+def test_a_demonstration_starts_in_the_initial_state_of_its_step() -> None:
     """Each step resets it with another seed, so that what its expert did in an earlier one is of another
     episode.
     """
@@ -129,7 +129,7 @@ def test_a_task_that_comes_back_is_demonstrated_in_its_new_initial_state() -> No
         assert trace.leaves[2].is_demonstration and trace.leaves[2].success
 
 
-def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
+def test_a_demonstration_with_a_fault_is_masked() -> None:
     family, algorithm = Expert(1), luffy()
     traces = groups(family)
     family.broken = {"toy/0"}
@@ -141,7 +141,7 @@ def test_a_demonstration_that_infrastructure_broke_is_masked() -> None:
     assert algorithm.assign_advantages(traces[0]).advantages.assigned.tolist() == [True, True, False]
 
 
-def test_none_are_played_when_none_are_wanted_and_one_at_a_time_joins() -> None:
+def test_no_demonstrations_and_too_many_rollouts_in_one() -> None:
     family = Expert(1)
     traces = groups(family)
     assert add_off_policy_groups(

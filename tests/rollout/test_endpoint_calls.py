@@ -16,13 +16,16 @@ from outrider.engines.chat import (
     wire_messages,
 )
 from outrider.environments.base import Episode
-from outrider.environments.tool_qa.environment import ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
 from outrider.rollout.settings import Limits
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, read_turn
+from outrider.tools.base import tool_schema
 from outrider.types import Outcome
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
-from tests.rollout.test_native_rollout import TASK, Search
+from tests.rollout.test_native_calls import TASK, Search
+from tests.tool_episodes import tool_factory
 
 ANSWER = completion("It is \\boxed{Paris}.")
 Wire = list[dict[str, Any]]
@@ -39,11 +42,11 @@ def served(*calls: tuple[str | None, str, object], text: str | None = None, **me
     return Answer({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
 
 
-def factory_of(form: CallFormatName = "hermes") -> ToolEnvironmentFactory:
+def factory_of(form: CallFormatName = "hermes") -> EpisodeFactory:
     config = ToolsConfig.model_validate(
         {"tools": ["python"], "protocol": form, "reward": {"require_think": False, "multi_tool_bonus": 0.0}}
     )
-    return ToolEnvironmentFactory(tools=[Search()], config=config, system_prompt="Rules.")
+    return tool_factory(tools=[Search()], config=config, system_prompt="Rules.")
 
 
 def play(*answers: Answer, **settings: Any) -> tuple[Collected, ChatServer, list[Wire]]:
@@ -63,7 +66,7 @@ def body_of(asked: Asked) -> dict[str, Any]:
     return asked.body
 
 
-def test_calls_and_results_go_there_and_back_with_their_ids() -> None:
+def test_calls_and_results_have_ids() -> None:
     calls = ("a1", "search", '{"input": "tower"}'), ("a2", "search", {"input": "city"})
     played, server, (first, second) = play(served(*calls, text="I look."), ANSWER)
     assert (played.outcome, played.success, played.num_tool_calls) == (Outcome.FINISHED, True, 2)
@@ -80,7 +83,7 @@ def test_calls_and_results_go_there_and_back_with_their_ids() -> None:
     ]
 
 
-def test_a_server_that_leaves_calls_in_the_text_is_read_here() -> None:
+def test_calls_in_the_text_are_parsed_if_the_server_does_not_parse_them() -> None:
     text = 'I look.\n<tool_call>\n{"name": "search", "arguments": {"input": "tower"}}\n</tool_call>'
     played, _, (_, second) = play(completion(text), ANSWER)
     assert played.success and played.num_tool_calls == 1 and played.trajectory is not None
@@ -100,7 +103,7 @@ def test_a_server_that_leaves_calls_in_the_text_is_read_here() -> None:
         (("a1", "find", '{"input": "x"}'), "There is no tool 'find'"),
     ],
 )
-def test_a_call_that_cannot_be_read_goes_back_in_words(call: tuple[str, str, str], complaint: str) -> None:
+def test_an_unreadable_call_has_an_explanation(call: tuple[str, str, str], complaint: str) -> None:
     good = ("a2", "search", '{"input": "tower"}')
     played, _, (_, second, third) = play(served(call, good), served(good), ANSWER)
     assert played.outcome == Outcome.FINISHED and played.num_tool_calls == 2
@@ -112,13 +115,13 @@ def test_a_call_that_cannot_be_read_goes_back_in_words(call: tuple[str, str, str
 
 
 @pytest.mark.parametrize("calls", ["text", [5], {"a": 1}, [{"function": {"name": 3}}], [{}]])
-def test_what_only_a_server_writes_is_asked_for_again(calls: object) -> None:
+def test_malformed_tool_calls_of_the_server_are_requested_again(calls: object) -> None:
     bad = Answer({"choices": [{"message": {"content": None, "tool_calls": calls}, "finish_reason": "stop"}]})
     played, server, _ = play(bad, ANSWER)
     assert played.success and len(server.asked) == 2
 
 
-def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_call_parser_is_a_fault_of_the_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forms of calls and schemas of tools may be somebody else's."""
 
     def broken(*_: Any) -> Any:
@@ -130,7 +133,7 @@ def test_a_turn_that_breaks_its_reader_is_a_fault_of_its_rollout(monkeypatch: py
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
-def test_thinking_that_stands_apart_goes_back_apart(key: str) -> None:
+def test_separate_thinking_is_returned_separately(key: str) -> None:
     look = served(("a1", "search", '{"input": "tower"}'), **{key: "Hm."})
     played, _, (_, second) = play(look, ANSWER)
     assert (second[2]["reasoning"], second[2]["reasoning_content"], second[2]["content"]) == (
@@ -142,7 +145,7 @@ def test_thinking_that_stands_apart_goes_back_apart(key: str) -> None:
     assert read_turn(played.trajectory.steps[0].text, CALL_FORMATS["hermes"], TOOLS).reasoning == "Hm."
 
 
-def test_thinking_in_the_text_is_kept_there_or_left_to_the_template() -> None:
+def test_thinking_in_the_text_is_kept_or_stripped() -> None:
     look = served(("a1", "search", '{"input": "tower"}'), text="<think>\nHm.\n</think>\n\nI look.")
     _, kept_server, (_, kept) = play(look, ANSWER)
     _, server, (_, stripped) = play(look, ANSWER, history_thinking="strip")
@@ -152,14 +155,16 @@ def test_thinking_in_the_text_is_kept_there_or_left_to_the_template() -> None:
     assert "chat_template_kwargs" not in body_of(kept_server.asked[1])
 
 
-TOOLS = factory_of()(TASK).tool_schemas  # type: ignore[attr-defined]
+TOOLS = (tool_schema(Search()),)
 
 
 @pytest.mark.parametrize("form", CALL_FORMATS)
-def test_a_trajectory_has_calls_in_the_environments_form(form: CallFormatName) -> None:
+def test_a_trajectory_has_calls_in_the_format_of_the_environment(form: CallFormatName) -> None:
     message = {"tool_calls": [{"id": "x", "function": {"name": "search", "arguments": '{"input": "a b"}'}}]}
     reply = ChatReply(text="", served=served_calls(message, TOOLS))
-    turn = endpoint_turn(reply, Episode(factory_of(form)(TASK)))
+    episode = Episode(factory_of(form)(TASK))
+    episode.start(0)
+    turn = endpoint_turn(reply, episode)
     read = read_turn(turn.text, CALL_FORMATS[form], TOOLS)
     assert [(one.name, one.arguments) for one in read.tool_calls] == [("search", {"input": "a b"})]
 
@@ -184,9 +189,7 @@ CALLS = st.one_of(
 @given(
     st.lists(CALLS, max_size=4), st.text(max_size=12), st.sampled_from(["", "<think>", "a</think>b", "Hm."])
 )
-def test_every_result_answers_a_call_and_every_call_is_answered(
-    calls: list[Any], text: str, thinking: str
-) -> None:
+def test_every_call_has_one_result(calls: list[Any], text: str, thinking: str) -> None:
     """As servers ask for it, whatever was written; nothing raises but for what only a server writes."""
     try:
         read = served_calls({"tool_calls": calls}, TOOLS)

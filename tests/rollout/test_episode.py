@@ -18,7 +18,7 @@ from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
-from tests.tokens.test_tokens import CHATML, byte_tokenizer
+from tests.tokens.test_renderer import CHATML, byte_tokenizer
 
 OnStep = Callable[[int, str], StepResult]
 END = StepResult(message=None, done=True)
@@ -50,7 +50,7 @@ def raising(error: BaseException) -> OnStep:
     return step
 
 
-def test_finished_with_the_environments_record_and_the_nodes_in_order() -> None:
+def test_a_finished_rollout() -> None:
     leaf, path, environment, _ = play(
         lambda n, t: say(" obs") if n == 0 else StepResult(message=None, done=True, reward=0.25)
     )
@@ -79,12 +79,12 @@ def test_finished_with_the_environments_record_and_the_nodes_in_order() -> None:
         (StepResult(message=None, done=True, truncated=True, invalid=True), Outcome.TRUNCATED_TURNS),
     ],
 )
-def test_how_the_environment_ended_it(result: StepResult, outcome: Outcome) -> None:
+def test_outcomes_of_episodes_that_the_environment_ends(result: StepResult, outcome: Outcome) -> None:
     leaf, path, _, _ = play(lambda n, t: result)
     assert leaf.outcome is outcome and leaf.episode_return == 0.5 and len(path) == 2
 
 
-def test_turns_run_out() -> None:
+def test_the_turn_limit_truncates() -> None:
     leaf, path, environment, _ = play(lambda n, t: say(" o"), limits=Limits(max_turns=3))
     assert leaf.outcome is Outcome.TRUNCATED_TURNS and environment.num_steps == 3 == sum(
         node.trainable for node in path
@@ -92,7 +92,7 @@ def test_turns_run_out() -> None:
     assert leaf.episode_return == 0.5
 
 
-def test_an_unreadable_turn_goes_on_and_is_marked() -> None:
+def test_an_invalid_turn_is_marked_and_the_episode_continues() -> None:
     bad = StepResult(message=Message(role="inline", content="what?"), invalid=True)
     leaf, path, _, _ = play(lambda n, t: bad if n == 0 else END)
     assert leaf.outcome is Outcome.FINISHED and [n.metadata["invalid"] for n in path if n.trainable] == [
@@ -115,7 +115,7 @@ def test_an_unreadable_turn_goes_on_and_is_marked() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whatever_an_environment_raises_is_a_typed_fault_without_a_return(
+def test_exceptions_of_an_environment_are_typed_faults_without_a_return(
     error: BaseException, outcome: Outcome
 ) -> None:
     leaf, path, _, _ = play(raising(error))
@@ -123,17 +123,9 @@ def test_whatever_an_environment_raises_is_a_typed_fault_without_a_return(
     assert leaf.detail
 
 
-def test_an_environment_that_neither_answers_nor_ends_is_a_fault() -> None:
+def test_a_step_without_observation_and_without_end_is_a_fault() -> None:
     leaf, _, _, _ = play(lambda n, t: StepResult(message=None))
     assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and "neither answered nor ended" in leaf.detail
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_return_that_is_no_number_is_a_fault_and_not_a_reward(value: float) -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, episode_return=value))
-    runs = scheduler(scripted(lambda request, context: "act."), factory, max_retries=0)
-    leaf = runs.run(tasks(1), modes=("on_policy",), training_step=0).traces[0].leaves[0]
-    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
 
 
 def test_an_engine_fault() -> None:
@@ -148,7 +140,7 @@ def test_an_engine_fault() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_step_reward_or_return_that_is_no_number_is_a_fault_of_the_environment(value: float) -> None:
+def test_a_non_finite_reward_or_return_is_a_fault_of_the_environment(value: float) -> None:
     """One such value would reach every rollout of its group through the statistics."""
     ended = StepResult(message=None, done=True, reward=value)
 
@@ -169,14 +161,14 @@ def test_a_step_reward_or_return_that_is_no_number_is_a_fault_of_the_environment
         )
 
 
-def test_closing_the_only_message_of_the_inline_protocol_is_invalid_but_not_after_the_answer() -> None:
+def test_an_end_of_message_in_the_inline_protocol_is_invalid_except_after_the_answer() -> None:
     leaf, path, environment, _ = play(lambda n, t: say(" o"), script="no stop string")
     assert leaf.outcome is Outcome.INVALID and environment.texts == ["no stop string"]
     assert path[-1].token_ids[-1] == TOKENIZER.eos_token_id and path[-1].metadata["finish"] == "eos"
     assert play(lambda n, t: END, script="no stop string")[0].outcome is Outcome.FINISHED
 
 
-def test_closing_a_message_is_the_normal_end_of_a_turn_in_the_chat_protocol() -> None:
+def test_an_end_of_message_ends_a_turn_in_the_chat_protocol() -> None:
     leaf, path, _, trace = play(lambda n, t: say("obs", "user") if n == 0 else END, script="go")
     assert leaf.outcome is Outcome.FINISHED
     text = TOKENIZER.decode(trace.token_ids(path[-1].node_id), skip_special_tokens=False)
@@ -187,7 +179,7 @@ def test_closing_a_message_is_the_normal_end_of_a_turn_in_the_chat_protocol() ->
 
 
 @pytest.mark.parametrize("context_length", [10, 44, 45])
-def test_a_prompt_that_fills_the_context_is_a_typed_outcome(context_length: int) -> None:
+def test_a_prompt_that_fills_the_context_is_truncated(context_length: int) -> None:
     prompt = len(
         TOKENIZER.encode(
             "<|im_start|>user\nabcdefghijklm<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False
@@ -200,7 +192,7 @@ def test_a_prompt_that_fills_the_context_is_a_typed_outcome(context_length: int)
 
 
 @pytest.mark.parametrize("size", [1, 5, 256, 10_000])
-def test_endless_output_stops_at_the_turn_and_then_at_the_response_budget(size: int) -> None:
+def test_endless_output_stops_at_the_limits(size: int) -> None:
     limits = Limits(max_turn_tokens=7, max_response_tokens=20, max_turns=50)
     engine = RawEngine(TOKENIZER, lambda request: [10] * size)
     leaf, path, _, _ = play(lambda n, t: say("o"), engine=engine, limits=limits)
@@ -216,7 +208,7 @@ def test_garbage_reaches_the_environment_as_text(script: str) -> None:
     assert leaf.outcome is Outcome.FINISHED and len(environment.texts) == 1
 
 
-def test_bytes_that_are_no_character_become_a_replacement_character_and_their_ids_stay() -> None:
+def test_undecodable_bytes_become_a_replacement_character_and_ids_stay() -> None:
     tokenizer = byte_tokenizer(CHATML)
     half = tokenizer.encode("\u4e2d", add_special_tokens=False)[:2]
     stop = tokenizer.encode(".", add_special_tokens=False)
@@ -228,7 +220,7 @@ def test_bytes_that_are_no_character_become_a_replacement_character_and_their_id
     assert trace.token_ids(path[-1].node_id)[-3:] == (*half, *stop)
 
 
-def test_special_tokens_of_the_policy_do_not_reach_the_environment() -> None:
+def test_special_tokens_do_not_reach_the_environment() -> None:
     ids = [
         TOKENIZER.convert_tokens_to_ids("<|im_start|>"),
         *TOKENIZER.encode("ab", add_special_tokens=False),
@@ -256,7 +248,7 @@ def test_a_long_observation_loses_its_middle_and_keeps_the_open_assistant_turn(r
     assert node.message.content == long  # people still see what the environment said
 
 
-def test_an_observation_that_leaves_no_room_ends_the_rollout_and_trains_nothing_after_it() -> None:
+def test_an_observation_that_leaves_no_room_ends_the_rollout() -> None:
     leaf, path, environment, _ = play(
         lambda n, t: say("y" * 30), limits=Limits(max_response_tokens=20, max_turn_tokens=20)
     )
@@ -305,7 +297,7 @@ def buffer_splice(text: str) -> Splice:
     room=st.integers(0, 80),
     role=st.sampled_from(["inline", "user"]),
 )
-def test_no_budget_is_ever_exceeded(
+def test_no_budget_is_exceeded(
     turn: int,
     response: int,
     observation: int,
@@ -347,7 +339,7 @@ def test_no_budget_is_ever_exceeded(
             assert (node.metadata["num_tokens_cut"] > 0) == (seen > observation)
 
 
-def test_a_splice_that_leaves_no_room_is_left_out_and_counted() -> None:
+def test_a_splice_that_leaves_no_room_is_dropped_and_counted() -> None:
     limits = Limits(max_response_tokens=30, max_turn_tokens=10, max_turns=3)
     leaf, path, _, _ = play(lambda n, t: say("o"), limits=limits, hooks=[Inserter(buffer_splice("s" * 26))])
     assert leaf.outcome is Outcome.TRUNCATED_TURNS  # shown, it would have ended the rollout instead
@@ -355,7 +347,7 @@ def test_a_splice_that_leaves_no_room_is_left_out_and_counted() -> None:
     assert all(node.origin is not Origin.BUFFER for node in path)
 
 
-def test_an_attempt_is_done_in_the_environment_and_can_end_the_episode() -> None:
+def test_an_attempt_is_executed_and_can_end_the_episode() -> None:
     def then(result: StepResult) -> Splice:
         return buffer_splice("<done>")
 
@@ -367,7 +359,7 @@ def test_an_attempt_is_done_in_the_environment_and_can_end_the_episode() -> None
     assert path[-1].origin is Origin.BUFFER and path[-1].reward == 0.75 and leaf.node_id == path[-1].node_id
 
 
-def test_a_refused_attempt_goes_on_unless_it_ended_the_episode() -> None:
+def test_after_a_refused_attempt_the_episode_continues_unless_it_ended() -> None:
     refused = StepResult(message=Message(role="inline", content="no"), invalid=True)
     hook = Inserter(Attempt(action="open", then=lambda result: None))
     leaf, path, environment, _ = play(
@@ -384,7 +376,7 @@ def test_a_refused_attempt_goes_on_unless_it_ended_the_episode() -> None:
 @pytest.mark.parametrize(
     ("error", "outcome"), [(ValueError("x"), Outcome.ENVIRONMENT_FAULT), (ToolFault("x"), Outcome.TOOL_FAULT)]
 )
-def test_an_attempt_that_breaks_is_a_typed_fault(error: Exception, outcome: Outcome) -> None:
+def test_a_failed_attempt_is_a_typed_fault(error: Exception, outcome: Outcome) -> None:
     def step(number: int, text: str) -> StepResult:
         if text == "open":
             raise error

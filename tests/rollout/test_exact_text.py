@@ -47,14 +47,14 @@ class Asks(Hook):
 
 
 @given(st.text(st.sampled_from(" ,.?!'nstm"), max_size=30))
-def test_ids_spell_their_text(text: str) -> None:
+def test_decoded_ids_are_the_encoded_text(text: str) -> None:
     assert (
         decode_text(TOKENIZER, TOKENIZER.encode(text, add_special_tokens=False), skip_special_tokens=True)
         == text
     )
 
 
-def test_an_environment_a_reflection_a_record_and_a_script_get_the_policys_text() -> None:
+def test_environment_reflection_records_and_scripts_receive_the_exact_text() -> None:
     contexts: list[str] = []
 
     def script(request: Request, context: str) -> str:
@@ -75,7 +75,7 @@ def test_an_environment_a_reflection_a_record_and_a_script_get_the_policys_text(
     assert trace_rows(report.traces, step=1, tokenizer=TOKENIZER).nodes[-1].text == CODE
 
 
-def test_a_text_that_is_cut_keeps_its_spaces() -> None:
+def test_truncated_text_keeps_its_spaces() -> None:
     text = " ,.?!" * 40
     kept = truncate_text(text, 60, renderer=ChatRenderer(TOKENIZER))
     start, end = kept.split(CUT_MARK)
@@ -83,7 +83,7 @@ def test_a_text_that_is_cut_keeps_its_spaces() -> None:
 
 
 @pytest.mark.parametrize("stop", [" ,", " .", "n't", " 's"])
-def test_a_stop_string_with_a_space_is_seen(stop: str) -> None:
+def test_a_stop_string_with_a_space_stops(stop: str) -> None:
     strings = StopStrings(TOKENIZER, len(CHARACTERS) + 3)
     ids = TOKENIZER.encode(f"go on{stop}", add_special_tokens=False)
     assert [strings.completed(ids[:end], (stop,)) for end in range(1, len(ids) + 1)] == [False] * (

@@ -37,7 +37,7 @@ def shop(retrieve_share: float) -> list[Trace]:
         pytest.param(1.0, 12, 12, marks=pytest.mark.slow),
     ],
 )
-def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest: int, most: int) -> None:
+def test_experts_solve_the_shop_at_any_share_of_retrieved_steps(share: float, fewest: int, most: int) -> None:
     """The shown click is done, so that the next one is on the page that it leads to."""
     traces = shop(share)
     assert len(traces) == 12 and all(trace.leaves[0].success for trace in traces)
@@ -56,7 +56,7 @@ def test_experts_solve_the_shop_at_any_share_of_shown_steps(share: float, fewest
         assert action.startswith("<action>") and page in pages
 
 
-def test_a_shown_question_to_a_tool_is_asked_and_the_answer_stays_right() -> None:
+def test_a_retrieved_tool_call_is_executed() -> None:
     family = ToyTaskSet(1)
     ask = Step(text="<ask>?</ask>", observation="claimed")
 
@@ -76,7 +76,7 @@ def test_a_shown_question_to_a_tool_is_asked_and_the_answer_stays_right() -> Non
 
 
 @pytest.mark.parametrize("no", [{"invalid": True}, {"refused": True}])
-def test_the_expert_says_a_step_that_could_not_be_shown(no: dict[str, bool]) -> None:
+def test_the_expert_writes_a_step_that_could_not_be_executed(no: dict[str, bool]) -> None:
     """The environment does nothing the first time that it hears the middle step: nothing is shown, and no
     step is skipped.
     """
@@ -110,7 +110,7 @@ class Takes(Hook):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_rollout_whose_last_action_has_no_text_is_no_trajectory(ends: bool) -> None:
+def test_a_rollout_whose_last_action_has_no_text_is_not_a_trajectory(ends: bool) -> None:
     """Its steps would not lead to its return. The record names the action."""
 
     def answer(n: int, text: str) -> StepResult:

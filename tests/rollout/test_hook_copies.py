@@ -66,7 +66,7 @@ def maker(name: str, path: Path) -> Callable[[], Algorithm]:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_hook_of_ours_has_copies(name: str, path: Path) -> None:
+def test_every_built_in_hook_has_copies(name: str, path: Path) -> None:
     make = maker(name, path)
     one = make()
     assert one.hooks and all(hook.is_portable for hook in one.hooks)
@@ -77,7 +77,7 @@ def test_every_hook_of_ours_has_copies(name: str, path: Path) -> None:
         assert sum(len(held["tips"]) for held in stored["buffers"].values()) > 2
 
 
-def test_what_copies_count_and_see_reaches_the_original(path: Path) -> None:
+def test_gathered_data_of_copies_reaches_the_original(path: Path) -> None:
     make = maker("combined", path)
     [tips, retrieval, _], [one, other, _] = make().hooks, make().hooks
     for hook in (one, other):
@@ -94,7 +94,7 @@ def test_what_copies_count_and_see_reaches_the_original(path: Path) -> None:
     assert one.gathered() == {"counts": {}, "endings": {}, "step": 7}
 
 
-def test_a_copy_reads_the_revision_of_the_buffer_that_the_original_reads(path: Path) -> None:
+def test_a_copy_reads_the_same_revision_of_the_buffer(path: Path) -> None:
     [copied] = maker("rapo", path)().hooks
     assert isinstance(copied, RetrievalHook)
     with StepTraceBuffer(path, load_embedder("hash"), mode="write") as buffer:
@@ -137,21 +137,21 @@ class Learns(Counts):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
-        (Forgets, "is not what was taken"),
-        (Holds, "cannot go to another process"),
-        (Learns, "after_group does that"),
+        (Forgets, "has another snapshot"),
+        (Holds, "cannot be pickled for another process"),
+        (Learns, "change it in after_group"),
     ],
 )
-def test_the_check_finds(kind: type[Counts], told: str) -> None:
+def test_the_check_of_copies_finds_errors(kind: type[Counts], message: str) -> None:
     group = [build_group([1.0], key="task", modes=("plain",))]
     check_copies([Counts()], [Counts()], group)
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_copies([kind()], [kind()], group)
 
 
-def test_an_object_with_the_methods_of_a_hook_still_works_and_warns() -> None:
+def test_an_object_with_the_methods_of_a_hook_works_with_a_warning() -> None:
     class Old:
         first_wave = 2
 

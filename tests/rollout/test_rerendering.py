@@ -77,7 +77,7 @@ def play(
     return trace, renderer, sorted(seen)
 
 
-def test_every_turn_sees_what_a_server_would_render() -> None:
+def test_every_context_is_what_a_server_renders() -> None:
     trace, renderer, seen = play("qwen3")
     messages = [Message(role="user", content="q")]
     for turn, text in enumerate(TURNS):
@@ -102,7 +102,7 @@ def test_kept_thinking_is_one_context() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "gemma", "smollm2"])
-def test_where_nothing_is_stripped_the_ids_are_those_of_appending(name: str) -> None:
+def test_without_thinking_the_ids_equal_those_of_appending(name: str) -> None:
     plain = ("look", "take", "end")
     kept, _, _ = play(name, history="keep", turns=plain)
     again, _, _ = play(name, history="strip", turns=plain)
@@ -111,7 +111,7 @@ def test_where_nothing_is_stripped_the_ids_are_those_of_appending(name: str) -> 
     ]
 
 
-def test_a_template_without_a_place_for_thinking_loses_it_too() -> None:
+def test_a_template_without_thinking_strips_it() -> None:
     _, _, seen = play("smollm2")
     assert "first" not in seen[1][1] and "look" in seen[1][1]
 
@@ -130,7 +130,7 @@ def test_samples_share_the_advantage_and_the_rollout_counts_once() -> None:
     assert metrics["rollout/num"] == 2 and metrics["rollout/num_restarts"] == 4
 
 
-def test_budgets_hold() -> None:
+def test_budgets_are_not_exceeded() -> None:
     """The response counts what was written and observed; the context, what is rendered."""
     trace, _, _ = play("qwen3", limits=Limits(step_timeout_s=60, max_turn_tokens=60, max_response_tokens=70))
     assert {leaf.outcome for leaf in trace.leaves.values()} == {Outcome.TRUNCATED_TOKENS}
@@ -141,7 +141,7 @@ def test_budgets_hold() -> None:
         assert leaf.node_id is not None and len(trace.token_ids(leaf.node_id)) <= 450
 
 
-def test_a_long_observation_is_cut_in_the_history_too() -> None:
+def test_a_long_observation_is_truncated_in_the_history() -> None:
     def step(number: int, text: str) -> StepResult:
         return StepResult(done=True) if number == 2 else say("long " * 100, "user")
 
@@ -153,9 +153,9 @@ def test_a_long_observation_is_cut_in_the_history_too() -> None:
     assert len(cut) == 4 and min(cut) > 300
 
 
-def test_text_that_is_no_message_is_refused_and_not_lost() -> None:
+def test_hooks_that_insert_text_between_messages_are_refused() -> None:
     renderer = ChatRenderer(byte_tokenizer(FAMILIES["qwen3"]), history_thinking="strip")
-    with pytest.raises(ConfigError, match="what a hook puts between messages: use keep"):
+    with pytest.raises(ConfigError, match="text that a hook inserts between messages: use keep"):
         require_no_rerendering(renderer)
 
 
@@ -168,7 +168,7 @@ def test_text_that_is_no_message_is_refused_and_not_lost() -> None:
         ({"evaluation": {"num_trials": 3, "memory": "reflexion"}}, "evaluation.memory"),
     ],
 )
-def test_settings_whose_text_would_be_left_out_are_refused(given: dict[str, Any], told: str) -> None:
+def test_settings_that_insert_text_between_messages_are_refused(given: dict[str, Any], told: str) -> None:
     base = {"environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}}
     with pytest.raises(ConfigError, match=f"history_thinking = strip leaves out .*{told}"):
         validate(RunSettings, base | {"model": {"history_thinking": "strip"}} | given)
@@ -182,9 +182,7 @@ def test_settings_whose_text_would_be_left_out_are_refused(given: dict[str, Any]
         ({"environment": {"type": "tools", "tools": ["python"], "protocol": "hermes"}}, "native tool calls"),
     ],
 )
-def test_an_engine_that_reads_contexts_refuses_those_that_it_would_misread(
-    given: dict[str, Any], told: str
-) -> None:
+def test_an_engine_that_parses_contexts_refuses_other_renderings(given: dict[str, Any], told: str) -> None:
     base = {
         "environment": {"type": "textworld"}, "algorithm": {"type": "grpo"}, "train": {"num_steps": 0},
         "engine": {"type": "retrospex", "critic": "critic.safetensors"},
@@ -194,14 +192,14 @@ def test_an_engine_that_reads_contexts_refuses_those_that_it_would_misread(
         validate(RunSettings, base | given)
 
 
-def test_an_evaluation_whose_episodes_are_one_message_is_refused() -> None:
+def test_an_evaluation_in_the_inline_protocol_is_refused() -> None:
     told = {"tasks": "factbook", "model": {"history_thinking": "strip"}}
     with pytest.raises(ConfigError, match="needs turns that are messages of their own"):
         validate(EvalTasksSettings, told)
 
 
 @pytest.mark.parametrize("name", ["llama3", "gpt-oss"])
-def test_a_template_that_refuses_to_render_again_is_refused_at_load(name: str) -> None:
+def test_a_template_that_cannot_render_again_is_refused(name: str) -> None:
     family = FAMILIES[name]
     renderer = ChatRenderer(
         byte_tokenizer(family), template_kwargs=family.variables, call_format=family.call_format,
@@ -211,7 +209,7 @@ def test_a_template_that_refuses_to_render_again_is_refused_at_load(name: str) -
         check_template(renderer, ("tool",))
 
 
-def test_half_of_a_surrogate_pair_that_an_environment_says_ends_no_run() -> None:
+def test_half_of_a_surrogate_pair_in_an_observation_ends_no_run() -> None:
     def step(number: int, text: str) -> StepResult:
         return StepResult(done=True) if number == 2 else say("a\ud800b", "user")
 
@@ -231,12 +229,12 @@ def test_a_demonstration_keeps_its_contexts() -> None:
     assert rollout_paths([trace])[-1].nodes == of_demonstration
 
 
-def test_a_group_that_waits_in_a_checkpoint_keeps_its_contexts() -> None:
+def test_a_group_in_a_checkpoint_keeps_its_contexts() -> None:
     trace, _, _ = play("qwen3")
     assert read_group(json.loads(json.dumps(group_to_dict(trace)))).nodes == trace.nodes
 
 
-def test_a_context_that_began_anew_costs_what_it_is() -> None:
+def test_the_cost_of_a_rollout_is_the_sum_of_its_contexts() -> None:
     trace, _, _ = play("qwen3", group=1)
     [path] = rollout_paths([trace])
     shape = Shape(num_parameters=1000, num_layers=2, attention_width=8)

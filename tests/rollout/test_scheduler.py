@@ -1,4 +1,4 @@
-"""Many rollouts at a time: one outcome each, faults retried and counted, nothing depends on who is fast."""
+"""Scheduling of rollouts: one outcome each, retries and counts of faults, and no dependence on latencies."""
 
 import itertools
 import random
@@ -16,86 +16,75 @@ from outrider.engines.base import Generation, Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
-from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.settings import Limits
 from outrider.seeding import stream
-from outrider.types import Message, Origin, Outcome
-from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
-
-END = StepResult(message=None, done=True)
-
-
-def facts(report: RolloutReport) -> list[Any]:
-    """Everything that a trace holds, for exact comparison."""
-    return [
-        (
-            trace.task.key,
-            [
-                (
-                    n.node_id,
-                    n.parent,
-                    n.origin,
-                    n.token_ids,
-                    n.logprobs,
-                    n.entropies,
-                    n.reward,
-                    n.message,
-                    n.metadata,
-                )
-                for n in trace.nodes
-            ],
-            [trace.leaves[i] for i in sorted(trace.leaves)],
-        )
-        for trace in report.traces
-    ]
+from outrider.training.step_metrics import rollout_metrics
+from outrider.types import Message, Origin, Outcome, Task
+from tests.rollout.fakes import (
+    END,
+    TOKENIZER,
+    Factory,
+    Fake,
+    RawEngine,
+    contents,
+    random_ids_engine,
+    say,
+    scheduler,
+    scripted,
+    tasks,
+)
 
 
-def chatty(run_seed: int = 0) -> RawEngine:
-    """Ids and lengths that depend on the request's own seed."""
-
-    def ids(request: Request) -> Sequence[int]:
-        draw = random.Random(request.seed)
-        return [draw.randrange(10, 60) for _ in range(draw.randrange(1, 8))]
-
-    return RawEngine(TOKENIZER, ids)
+def one_turn(**options: Any) -> Factory:
+    """Environments that end at the first turn."""
+    return Factory(lambda task, number: Fake(on_step=lambda n, t: END, **options))
 
 
-def test_every_group_is_whole_and_in_the_order_asked() -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END))
-    wanted = tasks(5)[::-1]
-    report = scheduler(scripted(lambda r, c: "a."), factory, max_concurrent=3).run(
-        wanted, modes=("m",) * 4, training_step=0
-    )
-    assert [trace.task for trace in report.traces] == wanted
+def one_turn_scheduler(factory: Factory | None = None, **options: Any) -> Scheduler:
+    return scheduler(scripted(lambda request, context: "a."), factory or one_turn(), **options)
+
+
+def outcomes(report: RolloutReport) -> list[Counter[Outcome]]:
+    return [Counter(leaf.outcome for leaf in trace.leaves.values()) for trace in report.traces]
+
+
+def test_groups_are_complete_and_in_the_order_of_the_tasks() -> None:
+    factory = one_turn()
+    order = tasks(5)[::-1]
+    report = one_turn_scheduler(factory, max_concurrent=3).run(order, modes=("m",) * 4, training_step=7)
+    assert [trace.task for trace in report.traces] == order
     assert all(sorted(trace.leaves) == [0, 1, 2, 3] for trace in report.traces)
-    assert len(factory.made) == 20 and all(
-        environment.num_closed == 1  # type: ignore[attr-defined]
-        for environment in factory.made
-    )
+    assert [environment.num_closed for environment in factory.made] == [1] * 20  # type: ignore[attr-defined]
     assert report.num_retries == 0 and report.faults == Counter()
-
-
-def test_a_group_shares_one_prompt_node_and_one_reset_seed() -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END))
-    report = scheduler(chatty(), factory).run(tasks(2), modes=("m",) * 4, training_step=7)
-    for trace in report.traces:
-        assert sum(node.parent is None for node in trace.nodes) == 1
+    # a group shares one prompt node and one reset seed
+    assert all(sum(node.parent is None for node in trace.nodes) == 1 for trace in report.traces)
     seeds = Counter(environment.seeds[0] for environment in factory.made)  # type: ignore[attr-defined]
-    assert sorted(seeds.values()) == [4, 4]
+    assert sorted(seeds.values()) == [4] * 5
 
 
-def test_prompts_that_differ_are_not_merged() -> None:
+def test_different_prompts_have_their_own_nodes() -> None:
     factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, question=f"q{number}"))
-    trace = (
-        scheduler(chatty(), factory, max_concurrent=1)
-        .run(tasks(1), modes=("m",) * 3, training_step=0)
-        .traces[0]
-    )
-    assert sum(node.origin is Origin.PROMPT for node in trace.nodes) == 3
+    report = one_turn_scheduler(factory, max_concurrent=1).run(tasks(1), modes=("m",) * 3, training_step=0)
+    assert sum(node.origin is Origin.PROMPT for node in report.traces[0].nodes) == 3
+
+
+def test_invalid_batches() -> None:
+    runs = one_turn_scheduler()
+    with pytest.raises(ValueError, match="share a key"):
+        runs.run([*tasks(1), *tasks(1)], modes=("m",), training_step=0)
+    with pytest.raises(ValueError, match="differ in size"):
+        runs.run(tasks(2), modes=lambda group: ("m",) * (1 + group), training_step=0)
+    assert runs.run([], modes=("m",), training_step=0).traces == []
+
+
+def test_groups_may_have_different_modes() -> None:
+    report = one_turn_scheduler().run(tasks(3), modes=lambda group: (f"m{group}",) * 2, training_step=0)
+    assert [trace.modes for trace in report.traces] == [("m0", "m0"), ("m1", "m1"), ("m2", "m2")]
 
 
 @pytest.mark.parametrize("max_concurrent", [1, 4, 64])
-def test_same_seed_same_traces_whatever_the_latencies(max_concurrent: int) -> None:
+def test_traces_do_not_depend_on_latencies(max_concurrent: int) -> None:
     def run(latency_seed: int) -> RolloutReport:
         def make(task: Any, number: int) -> Fake:
             delay = random.Random(f"{latency_seed} {number}").random() * 0.004
@@ -103,42 +92,46 @@ def test_same_seed_same_traces_whatever_the_latencies(max_concurrent: int) -> No
                 on_step=lambda n, text: END if n == 3 or len(text) == 3 else say(f" {len(text)}"), delay=delay
             )
 
-        return scheduler(chatty(), Factory(make), max_concurrent=max_concurrent).run(
+        return scheduler(random_ids_engine(), Factory(make), max_concurrent=max_concurrent).run(
             tasks(3), modes=("m",) * 4, training_step=1
         )
 
-    first = facts(run(0))
-    assert facts(run(1)) == first and facts(run(2)) == first
+    first = contents(run(0))
+    assert contents(run(1)) == first
     assert sum(len(nodes) for _, nodes, _ in first) > 30
 
 
-def test_another_run_seed_or_step_gives_other_rollouts() -> None:
+def test_samples_depend_on_run_seed_step_and_rollout() -> None:
     def sampled(seed: int, step: int) -> list[tuple[int, ...]]:
-        factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END))
-        report = scheduler(chatty(), factory, seed=seed).run(tasks(2), modes=("m",) * 2, training_step=step)
+        report = scheduler(random_ids_engine(), one_turn(), seed=seed).run(
+            tasks(2), modes=("m",) * 2, training_step=step
+        )
         return [node.token_ids for trace in report.traces for node in trace.nodes if node.trainable]
 
-    drawn = [sampled(0, 0), sampled(1, 0), sampled(0, 1)]
-    assert drawn[0] == sampled(0, 0) and drawn[0] != drawn[1] != drawn[2] != drawn[0]
-    assert len(set(drawn[0])) == 4  # rollouts of a group differ
+    first, other_seed, other_step = sampled(0, 0), sampled(1, 0), sampled(0, 1)
+    assert first == sampled(0, 0) and first != other_seed != other_step != first
+    assert len(set(first)) == 4
 
 
-@pytest.mark.parametrize("place", ["factory", "reset", "step", "result"])
-@pytest.mark.parametrize("num_broken", [1, 2, 3])
-def test_a_fault_is_retried_with_a_fresh_environment_and_then_masked(place: str, num_broken: int) -> None:
+# Faults.
+
+
+@pytest.mark.parametrize("method", ["factory", "reset", "step", "result"])
+@pytest.mark.parametrize("num_broken", [1, 3])
+def test_a_fault_is_retried_in_a_new_environment_and_then_masked(method: str, num_broken: int) -> None:
     class Broken(Fake):
         def reset(self, seed: int) -> Sequence[Message]:
-            if place == "reset":
+            if method == "reset":
                 raise EnvironmentFault("reset")
             return super().reset(seed)
 
         def step(self, message: Message) -> StepResult:
-            if place == "step":
+            if method == "step":
                 raise ToolFault("step")
             return super().step(message)
 
         def result(self) -> Any:
-            if place == "result":
+            if method == "result":
                 raise RuntimeError("result")
             return super().result()
 
@@ -148,98 +141,45 @@ def test_a_fault_is_retried_with_a_fresh_environment_and_then_masked(place: str,
         calls.append(1)
         if len(calls) > num_broken:
             return Fake(on_step=lambda n, t: END)
-        if place == "factory":
+        if method == "factory":
             raise OSError("no process")
         return Broken(on_step=lambda n, t: END)
 
     factory = Factory(make)
-    report = scheduler(scripted(lambda r, c: "a."), factory, max_retries=2).run(
-        tasks(1), modes=("m",), training_step=0
-    )
+    report = one_turn_scheduler(factory, max_retries=2).run(tasks(1), modes=("m",), training_step=0)
     leaf = report.traces[0].leaves[0]
-    outcome = Outcome.TOOL_FAULT if place == "step" else Outcome.ENVIRONMENT_FAULT
+    outcome = Outcome.TOOL_FAULT if method == "step" else Outcome.ENVIRONMENT_FAULT
     assert report.faults[outcome.value] == num_broken and report.num_retries == min(num_broken, 2)
     assert len(calls) == min(num_broken + 1, 3)
-    assert len(report.fault_reasons) == num_broken  # also those that a retry made good
-    assert all(one.startswith(f"{outcome.value} in task 0, rollout 0: ") for one in report.fault_reasons)
+    # also the faults that a retry repaired
+    assert len(report.fault_reasons) == num_broken
+    assert all(line.startswith(f"{outcome.value} in task 0, rollout 0: ") for line in report.fault_reasons)
     if num_broken == 3:
         assert leaf.outcome is outcome and leaf.episode_return is None and leaf.node_id is None
     else:
         assert leaf.outcome is Outcome.FINISHED and leaf.episode_return == 0.5
         path = report.traces[0].path(leaf.node_id or 0)
-        assert sum(node.trainable for node in path) == 1  # nothing of the broken try is in the rollout
+        assert sum(node.trainable for node in path) == 1  # nothing of the failed attempt
     assert all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
-
-
-def test_a_call_that_hangs_is_a_fault_after_the_time_limit_and_blocks_neither_the_others_nor_the_end() -> (
-    None
-):
-    """More hanging calls than any thread pool has places; they are never let go before the run is over."""
-    release = threading.Event()
-
-    def make(task: Any, number: int) -> Fake:
-        def step(n: int, text: str) -> StepResult:
-            if task.key == "task 0":
-                release.wait(60)
-            return END
-
-        return Fake(on_step=step)
-
-    began = time.perf_counter()
-    runs = scheduler(
-        scripted(lambda r, c: "a."),
-        Factory(make),
-        limits=Limits(step_timeout_s=2),
-        max_retries=0,
-        max_concurrent=80,
-    )
-    try:
-        report = runs.run(tasks(2), modes=("m",) * 40, training_step=0)
-    finally:
-        took = time.perf_counter() - began
-        release.set()
-    assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.ENVIRONMENT_FAULT}
-    assert "no answer within 2 s" in report.traces[0].leaves[0].detail
-    assert {leaf.outcome for leaf in report.traces[1].leaves.values()} == {Outcome.FINISHED}
-    # one after the other: 80 s; the limit is no tighter, or a busy machine makes the others late
-    assert took < 40
-
-
-def test_slow_is_not_hanging_however_many_run_at_a_time() -> None:
-    """80 calls of 0.2 s with a limit of 2 s: none may wait for another's place until it looks late."""
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, delay=0.2))
-    runs = scheduler(
-        scripted(lambda r, c: "a."),
-        factory,
-        limits=Limits(step_timeout_s=2),
-        max_concurrent=80,
-        max_retries=0,
-    )
-    report = runs.run(tasks(1), modes=("m",) * 80, training_step=0)
-    assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.FINISHED}
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("x"), ToolFault("x"), SystemExit(1)], ids=lambda e: type(e).__name__
 )
-def test_an_environment_that_breaks_while_it_closes_changes_no_outcome_and_is_counted(
-    error: BaseException,
-) -> None:
+def test_a_failure_to_close_is_counted_and_changes_no_outcome(error: BaseException) -> None:
     class Sticky(Fake):
         def close(self) -> None:
             raise error
 
-    report = scheduler(
-        scripted(lambda r, c: "a."), Factory(lambda task, number: Sticky(on_step=lambda n, t: END))
-    ).run(tasks(1), modes=("m",) * 3, training_step=0)
-    assert {leaf.outcome for leaf in report.traces[0].leaves.values()} == {Outcome.FINISHED}
+    factory = Factory(lambda task, number: Sticky(on_step=lambda n, t: END))
+    report = one_turn_scheduler(factory).run(tasks(1), modes=("m",) * 3, training_step=0)
+    assert outcomes(report) == [{Outcome.FINISHED: 3}]
     assert report.faults == Counter({"close": 3})
-    assert len(report.fault_reasons) == 3 and all(
-        one.startswith("closing an environment: ") for one in report.fault_reasons
-    )
+    assert len(report.fault_reasons) == 3
+    assert all(line.startswith("closing an environment: ") for line in report.fault_reasons)
 
 
-def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
+def test_an_engine_fault_affects_the_whole_batch_and_is_retried() -> None:
     class Flaky(ScriptedEngine):
         num_calls = 0
 
@@ -250,10 +190,8 @@ def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
             return super().generate(requests)
 
     engine = Flaky(tokenizer=TOKENIZER, script=lambda r, c: "a.")
-    report = scheduler(engine, Factory(lambda task, number: Fake(on_step=lambda n, t: END))).run(
-        tasks(2), modes=("m",) * 2, training_step=0
-    )
-    assert all(leaf.outcome is Outcome.FINISHED for trace in report.traces for leaf in trace.leaves.values())
+    report = scheduler(engine, one_turn()).run(tasks(2), modes=("m",) * 2, training_step=0)
+    assert outcomes(report) == [{Outcome.FINISHED: 2}] * 2
     assert report.faults == Counter({"engine_fault": 4, "retries": 4})
     assert list(report.fault_reasons) == [
         f"engine_fault in task {task}, rollout {rollout}: first batch"
@@ -262,23 +200,14 @@ def test_an_engine_fault_hits_the_whole_batch_and_is_retried() -> None:
     ]
 
 
-def test_a_bug_in_the_engine_ends_the_run_loudly_and_does_not_hang() -> None:
+def test_a_bug_in_the_engine_raises_and_closes_all_environments() -> None:
     def script(request: Request, context: str) -> str:
         raise ZeroDivisionError
 
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END))
+    factory = one_turn()
     with pytest.raises(ZeroDivisionError):
         scheduler(scripted(script), factory).run(tasks(3), modes=("m",) * 2, training_step=0)
     assert all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
-
-
-def test_two_tasks_with_one_key_are_refused() -> None:
-    runs = scheduler(
-        scripted(lambda r, c: "a."), Factory(lambda task, number: Fake(on_step=lambda n, t: END))
-    )
-    with pytest.raises(ValueError, match="share a key"):
-        runs.run([*tasks(1), *tasks(1)], modes=("m",), training_step=0)
-    assert runs.run([], modes=("m",), training_step=0).traces == []
 
 
 @given(
@@ -288,17 +217,15 @@ def test_two_tasks_with_one_key_are_refused() -> None:
     turns=st.integers(1, 4),
     seed=st.integers(0, 99),
 )
-def test_batches_are_rounds_and_no_worker_is_forgotten(
+def test_a_batch_has_a_request_of_every_running_rollout(
     workers: int, groups: int, size: int, turns: int, seed: int
 ) -> None:
-    """Episodes of different lengths: as many batches as the longest worker has turns, never more than
-    ``workers`` requests.
-    """
-    seen: list[int] = []
+    """Episodes have different lengths."""
+    sizes: list[int] = []
 
     class Watching(ScriptedEngine):
         def generate(self, requests: Sequence[Request]) -> list[Generation]:
-            seen.append(len(requests))
+            sizes.append(len(requests))
             assert [r.request_id for r in requests] == sorted(r.request_id for r in requests)
             return super().generate(requests)
 
@@ -310,15 +237,13 @@ def test_batches_are_rounds_and_no_worker_is_forgotten(
     report = scheduler(engine, Factory(make), max_concurrent=workers).run(
         tasks(groups), modes=("m",) * size, training_step=0
     )
-    assert report.num_batches == len(seen) and max(seen) <= workers
-    assert sum(seen) == sum(node.trainable for trace in report.traces for node in trace.nodes)
-    assert len(seen) >= -(-sum(seen) // workers)
+    assert report.num_batches == len(sizes) and max(sizes) <= workers
+    assert sum(sizes) == sum(node.trainable for trace in report.traces for node in trace.nodes)
+    assert len(sizes) >= -(-sum(sizes) // workers)
 
 
-def test_a_thousand_rollouts_with_random_faults_add_up() -> None:
-    """Faults of every kind at every place, garbage, cuts, endless talk: the groups are whole and every fault
-    is counted.
-    """
+def test_counts_of_random_faults_add_up() -> None:
+    """Faults of every kind in every call, invalid turns, truncation and endless episodes."""
     raised: Counter[str] = Counter()
     lock = threading.Lock()
     numbers = itertools.count()
@@ -359,7 +284,7 @@ def test_a_thousand_rollouts_with_random_faults_add_up() -> None:
 
         def generate(self, requests: Sequence[Request]) -> list[Generation]:
             self.num_batches += 1
-            if self.num_batches % 29 == 0:
+            if self.num_batches % 13 == 0:
                 raised["engine_fault"] += len(requests)
                 raise EngineFault("batch")
             return super().generate(requests)
@@ -373,20 +298,104 @@ def test_a_thousand_rollouts_with_random_faults_add_up() -> None:
         max_turns=6, max_turn_tokens=12, max_response_tokens=90, max_observation_tokens=40, step_timeout_s=30
     )
     report = scheduler(engine, factory, limits=limits, max_concurrent=50, max_retries=1).run(
-        tasks(125), modes=("m",) * 8, training_step=0
+        tasks(40), modes=("m",) * 8, training_step=0
     )
     leaves = [leaf for trace in report.traces for leaf in trace.leaves.values()]
-    assert all(sorted(trace.leaves) == list(range(8)) for trace in report.traces) and len(leaves) == 1000
-    outcomes = Counter(leaf.outcome for leaf in leaves)
+    assert all(sorted(trace.leaves) == list(range(8)) for trace in report.traces) and len(leaves) == 320
+    counts = Counter(leaf.outcome for leaf in leaves)
     policy_ended = {Outcome.FINISHED, Outcome.INVALID, Outcome.TRUNCATED_TURNS, Outcome.TRUNCATED_TOKENS}
-    assert set(outcomes) >= policy_ended | {Outcome.TOOL_FAULT, Outcome.ENVIRONMENT_FAULT}
+    assert set(counts) >= policy_ended | {Outcome.TOOL_FAULT, Outcome.ENVIRONMENT_FAULT}
     for kind in ("tool_fault", "environment_fault", "engine_fault"):
         assert report.faults[kind] == raised[kind] > 0
-    final = sum(number for outcome, number in outcomes.items() if outcome.is_fault)
-    assert sum(raised.values()) == report.num_retries + final
+    num_lost = sum(number for outcome, number in counts.items() if outcome.is_fault)
+    assert sum(raised.values()) == report.num_retries + num_lost
     assert all((leaf.episode_return is None) == leaf.outcome.is_fault for leaf in leaves)
     assert all(environment.num_closed == 1 for environment in factory.made)  # type: ignore[attr-defined]
     for trace in report.traces:
         for leaf, path in trace.rollouts():
             assert leaf.outcome.is_fault == (path == [])
             assert all(node.metadata.get("rollout", leaf.rollout) == leaf.rollout for node in path)
+
+
+# Time limits.
+
+
+def test_hanging_calls_are_faults_and_block_no_other_rollout() -> None:
+    """More calls hang than a thread pool has threads, until after the end of the run."""
+    release = threading.Event()
+
+    def make(task: Any, number: int) -> Fake:
+        def step(n: int, text: str) -> StepResult:
+            if task.key == "task 0":
+                release.wait(60)
+            return END
+
+        return Fake(on_step=step)
+
+    start = time.perf_counter()
+    runs = one_turn_scheduler(
+        Factory(make), limits=Limits(step_timeout_s=1), max_retries=0, max_concurrent=80
+    )
+    try:
+        report = runs.run(tasks(2), modes=("m",) * 40, training_step=0)
+    finally:
+        seconds = time.perf_counter() - start
+        release.set()
+    assert outcomes(report) == [{Outcome.ENVIRONMENT_FAULT: 40}, {Outcome.FINISHED: 40}]
+    assert "no answer within 1 s" in report.traces[0].leaves[0].detail
+    assert seconds < 20  # one after the other: 40 s
+
+
+def test_many_slow_calls_run_at_the_same_time() -> None:
+    """80 calls of 0.1 s with a limit of 2 s: no call waits for another one until it times out."""
+    runs = one_turn_scheduler(
+        one_turn(delay=0.1), limits=Limits(step_timeout_s=2), max_concurrent=80, max_retries=0
+    )
+    report = runs.run(tasks(1), modes=("m",) * 80, training_step=0)
+    assert outcomes(report) == [{Outcome.FINISHED: 80}]
+
+
+class SlowGroup:
+    """Every step of the first environment takes ten seconds of a simulated clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.factory = Factory(self._make)
+
+    def _make(self, task: Task, number: int) -> Fake:
+        is_slow = task.key == "task 0" and number == 0
+        return Fake(on_step=self._step if is_slow else lambda n, text: END)
+
+    def _step(self, number: int, text: str) -> StepResult:
+        self.now += 10.0
+        return say(" on")
+
+    def run(self, limit: float | None, *, num_tasks: int = 1, max_concurrent: int = 9) -> RolloutReport:
+        runs = one_turn_scheduler(self.factory, max_concurrent=max_concurrent)
+        runs.group_timeout_s, runs.clock = limit, lambda: self.now
+        return runs.run(tasks(num_tasks), modes=("m",) * 3, training_step=0)
+
+
+@pytest.mark.parametrize(("limit", "num_steps"), [(25.0, 3), (30.0, 4)])
+def test_a_group_over_its_time_limit_is_cancelled_before_the_next_turn(limit: float, num_steps: int) -> None:
+    slow = SlowGroup()
+    report = slow.run(limit)
+    assert outcomes(report) == [{Outcome.FINISHED: 2, Outcome.CANCELLED: 1}]
+    [lost] = [leaf for leaf in report.traces[0].leaves.values() if leaf.outcome is Outcome.CANCELLED]
+    assert lost.episode_return is None and lost.node_id is None and "group_timeout_s" in lost.detail
+    assert [made.num_steps for made in slow.factory.made] == [num_steps, 1, 1]  # type: ignore[attr-defined]
+    assert all(made.num_closed == 1 for made in slow.factory.made)  # type: ignore[attr-defined]
+    metrics = rollout_metrics(report.traces)
+    assert (metrics["rollout/num_cancelled"], metrics["rollout/num_finished"]) == (1.0, 2.0)
+
+
+def test_the_time_of_a_group_starts_with_its_first_rollout() -> None:
+    """Rollouts that have not started create no environment; the next group has its whole time."""
+    slow = SlowGroup()
+    report = slow.run(25.0, num_tasks=2, max_concurrent=1)
+    assert outcomes(report) == [{Outcome.CANCELLED: 3}, {Outcome.FINISHED: 3}]
+    assert len(slow.factory.made) == 1 + 3
+
+
+def test_without_a_time_limit_no_rollout_is_cancelled() -> None:
+    assert outcomes(SlowGroup().run(None)) == [{Outcome.FINISHED: 2, Outcome.TRUNCATED_TURNS: 1}]

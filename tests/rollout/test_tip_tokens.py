@@ -20,10 +20,10 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Node, without_memory
 from outrider.types import Origin
-from tests.algorithms.tip_groups import vector
 from tests.rollout.fakes import Factory, Fake, RawEngine, say, tasks
+from tests.vectors import load_vector
 
-GIVEN, EXPECTED = vector("tip_strip_tokens")
+GIVEN, EXPECTED = load_vector("empo2", "tip_strip_tokens")
 START, END, MERGED = (
     tuple(GIVEN[name])
     for name in ("start_ids_of_tip_tag", "end_ids_pattern", "end_ids_when_two_more_newlines_follow")
@@ -110,7 +110,7 @@ def stripped(ids: list[int]) -> list[int]:
     return ids
 
 
-def test_the_released_way_leaves_the_tips_of_the_present_turn() -> None:
+def test_the_released_code_leaves_the_tips_of_the_current_turn() -> None:
     block = TIP + "\n\n"
     for separator, expected in (
         ("\n\n", "tips_left_by_released_code"),
@@ -122,7 +122,7 @@ def test_the_released_way_leaves_the_tips_of_the_present_turn() -> None:
         assert [holds(stripped(ids), START) for ids in encoded] == EXPECTED[expected]
 
 
-def test_ours_leaves_none_and_is_a_plain_rollout_s() -> None:
+def test_removing_memory_nodes_leaves_a_plain_rollout() -> None:
     tipped, plain = episode([Shows()]), episode([])
     turns = [list(nodes) for acted, nodes in groupby(tipped, key=lambda node: node.trainable) if not acted]
     assert [holds([i for node in turn for i in node.token_ids], START) for turn in turns] == [True] * 3

@@ -24,7 +24,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace, policy_turns, without_memory
 from outrider.types import Message, Origin, Outcome, Role
-from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, scripted, tasks
+from tests.rollout.fakes import TOKENIZER, Factory, Fake, RawEngine, say, scheduler, tasks
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
 
 END = StepResult(message=None, done=True)
@@ -78,7 +78,7 @@ def ids(trace: Trace, *, plain: bool) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("role", ["user", "inline"])
 @pytest.mark.parametrize("max_response", [24, 60, 400])
-def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, max_response: int) -> None:
+def test_without_its_tips_a_rollout_equals_a_plain_one(role: Role, max_response: int) -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, max_response_tokens=max_response, step_timeout_s=60)
     plain, _ = play("", role=role, limits=limits)
     tipped, _ = play("\n<tip>try\n</tip>", role=role, limits=limits)
@@ -93,7 +93,7 @@ def test_without_its_tips_a_rollout_is_a_plain_one_token_by_token(role: Role, ma
             ]
 
 
-def test_a_tip_stands_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
+def test_a_tip_is_inside_the_user_message_and_the_group_shares_the_prompt() -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, _ = play("\n<tip>try</tip>", role="user", limits=limits)
     trace = report.traces[0]
@@ -123,7 +123,7 @@ def test_no_episode_ends_because_of_tips(context: int, length: int, max_response
 
 
 @pytest.mark.parametrize("role", ["user", "inline"])
-def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -> None:
+def test_a_reflection_is_requested_after_the_end_and_is_in_no_node(role: Role) -> None:
     limits = Limits(max_turns=6, max_turn_tokens=3, step_timeout_s=60)
     report, hook = play("", role=role, limits=limits, asks=Message(role="user", content="a tip?"))
     silent, _ = play("", role=role, limits=limits)
@@ -140,7 +140,7 @@ def test_a_reflection_is_asked_for_after_the_end_and_is_in_no_node(role: Role) -
     assert hook.traces[0].leaves[0].reflection
 
 
-def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_reflection() -> None:
+def test_truncated_thinking_is_not_a_reflection() -> None:
     family = FAMILIES["qwen3, always thinking"]
     renderer = ChatRenderer(byte_tokenizer(family), template_kwargs=family.variables)
 
@@ -159,7 +159,7 @@ def test_of_thinking_that_the_template_opened_and_that_was_cut_nothing_is_a_refl
     assert [clean_reflection(leaf.reflection) for leaf, _ in trace.rollouts()] == ["try", ""]
 
 
-def test_a_reflection_without_room_or_with_a_fault_costs_no_rollout() -> None:
+def test_a_reflection_without_room_or_with_a_fault_fails_no_rollout() -> None:
     limits = Limits(max_turns=2, max_turn_tokens=3, max_response_tokens=30, step_timeout_s=60)
     crowded, _ = play(
         "", role="inline", limits=limits, context=60, asks=Message(role="user", content="why " * 20)
@@ -231,7 +231,7 @@ def ended(
 
 
 @pytest.mark.parametrize("kind", ["tips", "reflexion"])
-def test_the_writer_of_a_reflection_sees_how_the_episode_ended(kind: str) -> None:
+def test_the_reflection_request_contains_the_end_of_the_episode(kind: str) -> None:
     engine = Asked()
     report = ended("the vase broke", engine=engine, kind=kind)
     assert len(engine.texts()) == 2
@@ -246,7 +246,7 @@ def test_the_writer_of_a_reflection_sees_how_the_episode_ended(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ["tips", "reflexion"])
-def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
+def test_the_reflection_request_repeats_no_observation(kind: str) -> None:
     for words, done in ((None, True), ("seen last", False)):  # ended without a word; cut by the loop
         engine = Asked()
         ended(words, engine=engine, kind=kind, done=done)
@@ -256,7 +256,7 @@ def test_what_the_chat_holds_already_is_not_said_twice(kind: str) -> None:
 
 
 @given(context=st.integers(60, 700), length=st.integers(1, 120), kind=st.sampled_from(["tips", "reflexion"]))
-def test_the_last_words_fit_their_budget_and_cost_no_reflection(context: int, length: int, kind: str) -> None:
+def test_the_last_observation_is_truncated_to_its_budget(context: int, length: int, kind: str) -> None:
     engine, without = Asked(context_length=context), Asked(context_length=context)
     report = ended("z" * length, engine=engine, kind=kind)
     bare = ended(None, engine=without, kind=kind)
@@ -271,12 +271,3 @@ def test_the_last_words_fit_their_budget_and_cost_no_reflection(context: int, le
         added, room = len(long.token_ids) - len(short.token_ids), context - 6 - len(short.token_ids)
         assert added <= 40 + 2  # max_observation_tokens, and the empty line
         assert added >= min(length, 40, room - 2)  # nothing is cut that there is room for
-
-
-def test_every_group_may_have_modes_of_its_own() -> None:
-    factory = Factory(lambda task, number: Fake(on_step=lambda n, said: END))
-    engine = scripted(lambda request, text: "a.")
-    report = scheduler(engine, factory).run(tasks(3), modes=lambda group: (f"m{group}",) * 2, training_step=0)
-    assert [trace.modes for trace in report.traces] == [("m0", "m0"), ("m1", "m1"), ("m2", "m2")]
-    with pytest.raises(ValueError, match="differ in size"):
-        scheduler(engine, factory).run(tasks(2), modes=lambda group: ("m",) * (1 + group), training_step=0)

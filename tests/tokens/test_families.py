@@ -1,5 +1,5 @@
-"""Text and turns in the tokenizers and templates of model families: what a cold start trains on, what is
-sampled, and what a conversation rendered at once has are the same ids, or loading has said where they differ.
+"""Text and turns in the tokenizers and templates of model families: the ids of a cold start, of sampled turns
+and of a conversation rendered at once are the same, or the check at load has reported the difference.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def renderer_of(name: str, observations: Sequence[Role]) -> ChatRenderer:
 
 
 def spelled(name: str, ids: Sequence[int]) -> str:
-    """The text of ids that stand in the middle of some text, character by character."""
+    """The exact text of ids in the middle of a text."""
     return Continuation(TOKENIZERS[name]).decode(ids)
 
 
@@ -59,7 +59,7 @@ def generate(engine: ScriptedEngine, ids: Sequence[int], *stop: str, max_tokens:
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 @settings(max_examples=8)
 @given(before=TEXT, text=TEXT)
-def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text: str) -> None:
+def test_text_after_text_gains_and_loses_no_blank(name: str, before: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
     first = continuation.encode(before)
     ids = continuation.encode(text, first)
@@ -76,13 +76,13 @@ def test_text_behind_text_gains_and_loses_no_blank(name: str, before: str, text:
 def test_texts_of_single_tokens_are_the_whole_text(name: str, text: str) -> None:
     continuation = Continuation(TOKENIZERS[name])
     ids = continuation.encode(text)
-    assert "".join(continuation.decode([one]) for one in ids) == continuation.decode(ids)
+    assert "".join(continuation.decode([item]) for item in ids) == continuation.decode(ids)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=4)
 @given(text=TEXT)
-def test_text_behind_a_marker_is_encoded_as_in_the_whole(name: str, text: str) -> None:
+def test_text_after_a_marker_is_encoded_as_in_the_whole(name: str, text: str) -> None:
     tokenizer = TOKENIZERS[name]
     marker = FAMILIES[name].markers[0]
     [marker_id] = tokenizer.encode(marker, add_special_tokens=False)
@@ -102,7 +102,7 @@ def test_stop_strings_with_blanks_at_their_ends_stop(name: str, stop: str) -> No
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
-def test_a_text_that_is_cut_to_a_budget_keeps_its_beginning(name: str) -> None:
+def test_a_truncated_text_keeps_its_beginning(name: str) -> None:
     renderer = ChatRenderer(TOKENIZERS[name])
     cut = truncate_text("the " * 60, 30, renderer=renderer)
     assert cut.startswith("the the ") and "[...]" in cut
@@ -113,39 +113,39 @@ def test_a_text_that_is_cut_to_a_budget_keeps_its_beginning(name: str) -> None:
 
 
 def differs(name: str, roles: tuple[Role, ...]) -> bool:
-    """Whether loading says that something of this family differs, or refuses it."""
+    """Whether the check at load reports a difference or refuses the family."""
     try:
-        found = check_template(renderer_of(name, roles), roles)
+        result = check_template(renderer_of(name, roles), roles)
     except ModelError:
         return True
-    return bool(found.differs or found.demonstrated)
+    return bool(result.differs or result.demonstrated)
 
 
 def conversations(name: str, num: int) -> list[list[Message]]:
-    """Questions, answers of one piece without thinking, and what is said next."""
+    """Conversations of questions, answers without thinking, and observations."""
     generator = Generator(stream(0, f"families {name}"), ("user",))
-    found: list[list[Message]] = []
-    while len(found) < num:
+    result: list[list[Message]] = []
+    while len(result) < num:
         messages = [m for m in generator.conversation() if not m.tool_calls]
         plain = [
             Message(role=m.role, content=m.content.strip() if m.role == "assistant" else m.content)
             for m in messages
         ]
-        found.append(plain)
-    return found
+        result.append(plain)
+    return result
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(one, marks=[pytest.mark.slow] if number % 3 else [])
-        for number, one in enumerate(FAMILIES)
+        pytest.param(item, marks=[pytest.mark.slow] if number % 3 else [])
+        for number, item in enumerate(FAMILIES)
     ],
 )
 def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) -> None:
     """Turn by turn through the engine that plays experts, and at once."""
     if differs(name, ("user",)):
-        pytest.skip("loading says where they differ")
+        pytest.skip("the check at load reports a difference")
     renderer = renderer_of(name, ("user",))
     for messages in conversations(name, 12):
         turns = [m.content for m in messages if m.role == "assistant"][::-1]
@@ -164,20 +164,20 @@ def test_a_cold_start_trains_on_the_ids_of_the_rendered_conversation(name: str) 
                 assert turn.finish_reason is FinishReason.EOS
                 assert renderer.turn_text(turn.token_ids, context=ids) == message.content
                 ids += turn.token_ids
-                behind: list[Message] = []
+                answers: list[Message] = []
                 for other in messages[number + 1 :]:
                     if other.role == "assistant":
                         break
-                    behind.append(other)
-                ids += renderer.bridge(ids, behind)
-                whole = renderer.template.encode(renderer.whole_text(messages[: number + 1 + len(behind)]))
+                    answers.append(other)
+                ids += renderer.bridge(ids, answers)
+                whole = renderer.template.encode(renderer.whole_text(messages[: number + 1 + len(answers)]))
                 assert spelled(name, ids) == spelled(name, whole)
                 if FAMILIES[name].vocabulary == "bytes":
                     assert ids == whole
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if differs(name, ("user",))])
-def test_families_that_differ_say_so_in_lines(name: str) -> None:
+def test_differences_are_reported_in_one_line_each(name: str) -> None:
     try:
         lines = check_template(renderer_of(name, ("user",)), ("user",)).notes()
     except ModelError as error:
@@ -187,7 +187,7 @@ def test_families_that_differ_say_so_in_lines(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["The end.", " two  blanks", "a\n\nb"])
-def test_results_inside_the_message_stand_there_as_they_are(name: str, answer: str) -> None:
+def test_inline_results_are_unchanged(name: str, answer: str) -> None:
     renderer = renderer_of(name, ("inline",))
     engine = ScriptedEngine(
         tokenizer=renderer.tokenizer, script=lambda request, text: f"{answer}</search>", renderer=renderer
@@ -218,11 +218,11 @@ def test_a_turn_ends_once(name: str) -> None:
             tokenizer=tokenizer, script=lambda request, context, text=text: text, renderer=renderer
         )
         turn = generate(engine, prompt)
-        assert [one in ends for one in turn.token_ids] == [False] * (len(turn.token_ids) - 1) + [True]
-    said = [*prompt, *Continuation(tokenizer).encode("It is.", prompt), tokenizer.eos_token_id]
+        assert [item in ends for item in turn.token_ids] == [False] * (len(turn.token_ids) - 1) + [True]
+    written = [*prompt, *Continuation(tokenizer).encode("It is.", prompt), tokenizer.eos_token_id]
     try:
         bridge = ChatRenderer(tokenizer, template_kwargs=FAMILIES[name].variables).bridge(
-            said, [Message(role="user", content="Why?")]
+            written, [Message(role="user", content="Why?")]
         )
     except ModelError:
         return
@@ -245,7 +245,7 @@ OPENED = [
         ("So</think>It is.", "So", "It is."),
     ],
 )
-def test_a_demonstration_is_an_answer_where_the_template_opens_thinking(
+def test_a_demonstration_after_opened_thinking_is_an_answer(
     name: str, text: str, thought: str, answer: str
 ) -> None:
     renderer = renderer_of(name, ("user",))
@@ -255,13 +255,13 @@ def test_a_demonstration_is_an_answer_where_the_template_opens_thinking(
     assert (read.reasoning, read.content, read.problems) == (thought, answer, ())
 
 
-# Templates that write nothing behind an answer
+# Templates that write nothing after an answer
 
 
 @pytest.mark.parametrize("name", ["glm4", "glm4.5", "glm4.5, no thinking"])
 @pytest.mark.parametrize("written", [True, False])
 @pytest.mark.parametrize(("role", "marker"), [("user", "<|user|>"), ("tool", "<|observation|>")])
-def test_the_marker_of_the_next_role_stands_once(name: str, written: bool, role: Role, marker: str) -> None:
+def test_the_marker_of_the_next_role_occurs_once(name: str, written: bool, role: Role, marker: str) -> None:
     renderer = renderer_of(name, (role,))
     tokenizer = TOKENIZERS[name]
     marker_id = tokenizer.convert_tokens_to_ids(marker)
@@ -271,13 +271,13 @@ def test_the_marker_of_the_next_role_stands_once(name: str, written: bool, role:
     answer = Message(
         role=role, content="Night?", tool_call_id="call00000" * (role == "tool"), tool_name="lookup"
     )
-    behind = tokenizer.decode([*ids, *renderer.bridge(ids, [answer])]).split("Blue.")[1]
-    assert behind.startswith(f"{marker}\n") and behind.count(marker) == 1
+    text = tokenizer.decode([*ids, *renderer.bridge(ids, [answer])]).split("Blue.")[1]
+    assert text.startswith(f"{marker}\n") and text.count(marker) == 1
     assert marker_id in renderer.closing.token_ids
     assert renderer.turn_text([*tokenizer.encode("Blue."), marker_id], context=ids) == "Blue."
 
 
-def test_an_expert_s_call_ends_with_the_marker_of_results_and_its_answer_with_the_user_s() -> None:
+def test_calls_and_answers_end_with_the_marker_of_the_next_role() -> None:
     renderer = renderer_of("glm4.5, no thinking", ("tool",))
     prompt = renderer.prompt([Message(role="user", content="Sky?")], TOOLS)
     call = '<tool_call>\n{"name": "lookup", "arguments": {"key": "k"}}\n</tool_call>'
@@ -302,46 +302,46 @@ TWO: dict[str, str] = {
 }
 
 
-def several(templates: object) -> PreTrainedTokenizerFast:
+def tokenizer_with(templates: object) -> PreTrainedTokenizerFast:
     tokenizer = tokenizer_of(Family(file="qwen2_5", eos="<|im_end|>"))
     tokenizer.chat_template = templates
     return tokenizer
 
 
 @pytest.mark.parametrize("templates", [TWO, [{"name": name, "template": text} for name, text in TWO.items()]])
-def test_conversations_with_tools_are_rendered_by_the_template_for_them(templates: object) -> None:
-    tokenizer = several(templates)
+def test_conversations_with_tools_use_the_template_tool_use(templates: object) -> None:
+    tokenizer = tokenizer_with(templates)
     renderer = ChatRenderer(tokenizer, observations=("tool",), call_format="hermes")
-    asked, result = Message(role="user", content="q"), Message(role="tool", content="r")
-    ids = list(renderer.prompt([asked], TOOLS))
+    question, result = Message(role="user", content="q"), Message(role="tool", content="r")
+    ids = list(renderer.prompt([question], TOOLS))
     assert tokenizer.decode(ids).endswith("<user>q<|im_end|>\n<assistant>")
     assert tokenizer.decode(renderer.bridge(ids, [result])) == "<|im_end|>\n<tool>r<|im_end|>\n<assistant>"
-    assert tokenizer.decode(renderer.bridge(ids, [asked])) == "<|im_end|>\n<user>q<|im_end|>\n<assistant>"
-    assert tokenizer.decode(renderer.prompt([asked])) == "[user]q<|im_end|>\n[assistant]"
+    assert tokenizer.decode(renderer.bridge(ids, [question])) == "<|im_end|>\n<user>q<|im_end|>\n<assistant>"
+    assert tokenizer.decode(renderer.prompt([question])) == "[user]q<|im_end|>\n[assistant]"
     plain = ChatRenderer(tokenizer, observations=("user",), call_format="hermes")
-    assert tokenizer.decode(plain.prompt([asked])) == "[user]q<|im_end|>\n[assistant]"
-    assert tokenizer.decode(plain.bridge(ids, [asked])) == "<|im_end|>\n[user]q<|im_end|>\n[assistant]"
+    assert tokenizer.decode(plain.prompt([question])) == "[user]q<|im_end|>\n[assistant]"
+    assert tokenizer.decode(plain.bridge(ids, [question])) == "<|im_end|>\n[user]q<|im_end|>\n[assistant]"
     assert tokenizer.decode(plain.bridge(ids, [result])).startswith("<|im_end|>\n<tool>r")
     for checked, roles in ((renderer, ("tool",)), (plain, ("user",))):
         lines = check_template(checked, roles).notes()
         assert any("default, rag, tool_use: tool_use renders conversations with tools" in x for x in lines)
 
 
-def test_settings_may_name_the_template() -> None:
-    tokenizer = several(TWO)
+def test_settings_may_choose_the_template() -> None:
+    tokenizer = tokenizer_with(TWO)
     renderer = ChatRenderer(tokenizer, template_kwargs={"chat_template": "tool_use"})
-    asked = Message(role="user", content="q")
-    assert tokenizer.decode(renderer.prompt([asked])) == "<user>q<|im_end|>\n<assistant>"
+    question = Message(role="user", content="q")
+    assert tokenizer.decode(renderer.prompt([question])) == "<user>q<|im_end|>\n<assistant>"
     assert check_template(renderer, ("user",)).templates == ()
 
 
-def test_templates_without_a_default_are_refused_with_what_to_set() -> None:
-    with pytest.raises(ModelError, match=r"a, b and no default: name one in model\.template_kwargs") as told:
-        ChatRenderer(several({"a": TWO["default"], "b": TWO["tool_use"]}))
-    assert "\n" not in str(told.value)
+def test_templates_without_a_default_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"a, b and no default: name one in model\.template_kwargs") as error:
+        ChatRenderer(tokenizer_with({"a": TWO["default"], "b": TWO["tool_use"]}))
+    assert "\n" not in str(error.value)
 
 
-def test_a_template_whose_turns_end_with_the_model_s_own_token_alone_is_named() -> None:
+def test_a_template_without_an_end_of_turn_is_reported() -> None:
     tokenizer = tokenizer_of(Family(file="qwen2_5", eos="<|endoftext|>"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -362,30 +362,30 @@ def test_a_template_whose_turns_end_with_the_model_s_own_token_alone_is_named() 
 def test_a_demonstration_has_the_white_space_that_the_template_writes(name: str, answer: str) -> None:
     """Imported answers often end with a line break: some templates trim them, others keep it."""
     renderer = renderer_of(name, ("user",))
-    asked, said = Message(role="user", content="Who?"), Message(role="assistant", content=answer)
-    prompt = renderer.prompt([asked])
+    question, written = Message(role="user", content="Who?"), Message(role="assistant", content=answer)
+    prompt = renderer.prompt([question])
     ids = [*prompt, *renderer.turn_ids(renderer.demonstration(answer, prompt), prompt, is_closed=True)]
-    ids += renderer.bridge(ids, [asked])
-    assert ids == list(renderer.template.encode(renderer.whole_text([asked, said, asked])))
+    ids += renderer.bridge(ids, [question])
+    assert ids == list(renderer.template.encode(renderer.whole_text([question, written, question])))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("answer", ["The end.", "  b", "\u2603 It"])
-def test_the_bytes_of_a_sampled_turn_are_those_of_the_text_that_is_passed_on(name: str, answer: str) -> None:
-    """Whatever white space the template has in front of an answer, and SentencePiece in front of a word."""
+def test_the_bytes_of_a_sampled_turn_are_those_of_its_visible_text(name: str, answer: str) -> None:
+    """With white space of the template before an answer, and of SentencePiece before a word."""
     renderer = renderer_of(name, ())
     prompt = renderer.prompt([Message(role="user", content="Who?")])
     ids = renderer.turn_ids(answer, prompt, is_closed=True)
-    said = renderer.turn_text(ids, context=prompt, is_closed=False).removeprefix(renderer.opened(prompt))
-    found = token_bytes(renderer.tokenizer, ids, visible_text=said)
-    assert len(found) == len(ids)
-    assert b"".join(found).startswith(said.encode())
+    written = renderer.turn_text(ids, context=prompt, is_closed=False).removeprefix(renderer.opened(prompt))
+    result = token_bytes(renderer.tokenizer, ids, visible_text=written)
+    assert len(result) == len(ids)
+    assert b"".join(result).startswith(written.encode())
     if FAMILIES[name].vocabulary != "always" and not FAMILIES[name].strips:
-        assert said.startswith(answer)
+        assert written.startswith(answer)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loading_says_where_words_beside_a_demonstrated_call_differ(name: str) -> None:
+def test_differences_of_a_demonstrated_call_with_text_are_reported(name: str) -> None:
     """For example, Qwen3-Coder writes an empty line between them, and a cold start does not."""
     family, renderer = FAMILIES[name], renderer_of(name, ("tool",))
     try:
@@ -393,14 +393,16 @@ def test_loading_says_where_words_beside_a_demonstrated_call_differ(name: str) -
     except ModelError:
         pytest.skip("loading refuses results of tools")
     call = ToolCall(name="lookup", arguments={"key": "c"}, call_id="call00000")
-    asked = Message(role="user", content="Who?")
-    prompt = renderer.prompt([asked], TOOLS)
+    question = Message(role="user", content="Who?")
+    prompt = renderer.prompt([question], TOOLS)
     text = convert_calls(
         f"Words.\n{CALL_FORMATS['hermes'].write([call])}", CALL_FORMATS[family.call_format], TOOLS
     )
     ids = [*prompt, *renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=False)]
-    said = Message(role="assistant", content="Words.", tool_calls=(call,))
-    whole = renderer.template.encode(renderer.whole_text([asked, said], TOOLS, opened=False))
-    is_said = bool(checked.demonstrated_call or checked.unread or "words beside a call" in checked.differs)
+    written = Message(role="assistant", content="Words.", tool_calls=(call,))
+    whole = renderer.template.encode(renderer.whole_text([question, written], TOOLS, opened=False))
+    is_said = bool(
+        checked.demonstrated_call or checked.unread or "text and a call, then its result" in checked.differs
+    )
     assert is_said or spelled(name, whole).startswith(spelled(name, ids))
-    assert not checked.demonstrated_call or any("words beside a call" in line for line in checked.notes())
+    assert not checked.demonstrated_call or any("text and a call" in line for line in checked.notes())

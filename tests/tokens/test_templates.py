@@ -1,7 +1,6 @@
-"""Chat templates that do not know every conversation: made right where that is the field's habit,
-refused at load where not.
+"""Chat templates that do not support every conversation: messages are adapted, or the template is refused.
 
-The templates are short ones written after what the families' makers document, one rule of theirs each.
+The templates are short; each has one rule of the documentation of a model family.
 """
 
 import pytest
@@ -17,7 +16,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.types import Message, Outcome, Role
 from tests.rollout.fakes import Factory, Fake, say, scripted, tasks
-from tests.tokens.test_tokens import CONTENT, byte_tokenizer
+from tests.tokens.test_renderer import CONTENT, byte_tokenizer
 
 ALTERNATE = (
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
@@ -30,11 +29,11 @@ MISTRAL = (
 )
 LLAMA2 = (
     "{% if messages[0]['role'] == 'system' %}"
-    "{% set told = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
-    "{% set messages = messages[1:] %}{% else %}{% set told = '' %}{% endif %}"
+    "{% set rules = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set messages = messages[1:] %}{% else %}{% set rules = '' %}{% endif %}"
     + ALTERNATE
     + "{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (told if loop.first else '') + "
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (rules if loop.first else '') + "
     "m['content'] | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
@@ -71,7 +70,7 @@ SPECIAL = [
     "<s>", "</s>", "<start_of_turn>", "<end_of_turn>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>",
     "<|endoftext|>",
 ]  # fmt: skip
-SAID = {
+RENDERED = {
     "mistral": ("<s>[INST] rules\n\nq [/INST]", "hello</s>", "[INST] obs [/INST]"),
     "llama2": ("<s>[INST] <<SYS>>\nrules\n<</SYS>>\n\nq [/INST]", "hello</s>", "<s>[INST] obs [/INST]"),
     "gemma": (
@@ -85,7 +84,7 @@ SAID = {
     "silent": ("<|user|>\nrules\n\nq<|end|>\n<|assistant|>\n", "hello<|end|>",
                "\n<|user|>\nobs<|end|>\n<|assistant|>\n"),
 }  # fmt: skip
-SAID["phi3 twice"] = SAID["phi3"]
+RENDERED["phi3 twice"] = RENDERED["phi3"]
 
 
 def tokenizer(name: str) -> PreTrainedTokenizerFast:
@@ -107,10 +106,10 @@ def message(role: Role, content: str) -> Message:
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> None:
+def test_a_conversation_with_a_system_message_an_answer_and_an_observation(name: str) -> None:
     """The policy ends its turn itself, with the one marker that its family ends turns with."""
     renderer = RENDERERS[name]
-    prompt, answer, observation = SAID[name]
+    prompt, answer, observation = RENDERED[name]
     rendered = renderer.prompt([message("system", "rules"), message("user", "q")])
     assert rendered == ids(name, prompt)
     assert renderer.bridge((*rendered, *ids(name, answer)), [message("user", "obs")]) == ids(
@@ -124,7 +123,7 @@ def test_a_conversation_with_rules_an_answer_and_an_observation(name: str) -> No
 
 
 @given(answer=CONTENT, written=st.sampled_from(["", " ", "</s>", " </s>"]))
-def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> None:
+def test_an_end_token_after_a_space_occurs_once(answer: str, written: str) -> None:
     """Llama 2's template writes a space before the marker; a policy closes with or without it."""
     [end] = ids("llama2", "</s>")
     turn = (*ids("llama2", answer), *ids("llama2", written))
@@ -133,7 +132,7 @@ def test_an_end_behind_a_space_stands_there_once(answer: str, written: str) -> N
     assert whole == ids("llama2", f"{answer}{written if '</s>' in written else ' </s>'}<s>[INST] obs [/INST]")
 
 
-def test_which_of_them_take_a_system_message() -> None:
+def test_templates_that_support_a_system_message() -> None:
     assert {name for name, renderer in RENDERERS.items() if renderer.supports_system} == {
         "llama2",
         "phi3",
@@ -142,34 +141,35 @@ def test_which_of_them_take_a_system_message() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "llama2"])
-def test_neighbours_of_one_role_are_one_message_where_roles_must_alternate(name: str) -> None:
+def test_neighbours_of_one_role_are_joined_if_roles_must_alternate(name: str) -> None:
     renderer = RENDERERS[name]
-    asked = [message("system", "rules"), message("user", "one"), message("user", "two")]
-    assert renderer.prompt(asked) == renderer.prompt(
+    messages = [message("system", "rules"), message("user", "one"), message("user", "two")]
+    assert renderer.prompt(messages) == renderer.prompt(
         [message("system", "rules"), message("user", "one\n\ntwo")]
     )
     turn = ids(name, "hello")
-    assert renderer.bridge(turn, asked[1:]) == renderer.bridge(turn, [message("user", "one\n\ntwo")])
+    assert renderer.bridge(turn, messages[1:]) == renderer.bridge(turn, [message("user", "one\n\ntwo")])
 
 
-def test_a_system_message_alone_is_asked_as_the_user() -> None:
+def test_a_system_message_alone_becomes_a_user_message() -> None:
     assert RENDERERS["mistral"].prompt([message("system", "rules")]) == ids(
         "mistral", "<s>[INST] rules [/INST]"
     )
 
 
-def test_no_marker_is_made_of_two_texts_that_are_joined() -> None:
+def test_joined_texts_form_no_marker() -> None:
     joined = RENDERERS["silent"].prompt([message("system", "<|en"), message("user", "d|>")])
     assert joined == ids("silent", "<|user|>\n<|en\n\nd|><|end|>\n<|assistant|>\n")
 
 
 @pytest.mark.parametrize(
-    ("template", "says"),
+    ("template", "reason"),
     [
         (MISTRAL.replace("bos_token", "nothing.at.all"),
          "no usable chat template: it refuses user, assistant: "),
         ("{% if messages | length > 2 %}{{ raise_exception('one turn\nonly') }}{% endif %}" + TURNS,
          "it refuses user, assistant, user: one turn only"),
+        ("{{ messages[0]['content'] }}", "drops assistant messages"),
         (TURNS.replace("m['content']", "(m['content'] if m['role'] == 'assistant' else '')"),
          "drops user messages"),
         (TURNS.replace("m['content']", "(m['content'] if loop.last else '')"),
@@ -178,23 +178,21 @@ def test_no_marker_is_made_of_two_texts_that_are_joined() -> None:
          "closes the last assistant"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_told_in_one_line_at_load(template: str, says: str) -> None:
+def test_templates_that_cannot_render_are_errors_at_load(template: str, reason: str) -> None:
     fast = tokenizer("phi3")
     fast.chat_template = template
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as error:
         ChatRenderer(fast)
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_role_that_the_template_refuses_later_is_a_typed_error_too() -> None:
+def test_a_role_that_the_template_refuses_later_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="refuses user, assistant, tool: "):
         RENDERERS["mistral"].bridge(ids("mistral", "hello"), [message("tool", "obs")])
 
 
-@pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_a_rollout_with_rules_and_observations_ends_well(name: str) -> None:
-    """The jinja2 traceback of the first rollout, and Phi-3's of the first observation."""
-
+@pytest.mark.parametrize("name", ["mistral", "phi3"])
+def test_a_rollout_with_a_system_message_and_observations_finishes(name: str) -> None:
     class Ruled(Fake):
         def reset(self, seed: int) -> tuple[Message, ...]:
             return (message("system", "rules"), message("user", self.question))

@@ -1,4 +1,4 @@
-"""The bytes of single tokens: what a program with log-probs puts characters together of."""
+"""The bytes of single tokens, from which a program with log-probs assembles characters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,23 +23,23 @@ CORPUS = [
 SMILE = "\U0001f60a"
 
 
-def fast(made: Tokenizer) -> PreTrainedTokenizerFast:
-    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>")
-    found.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<\uff5cend\uff5c>"]})
-    found.add_tokens(["<think>", "</think>"])
-    return found
+def finish(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    pieces = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
+    pieces.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<\uff5cend\uff5c>"]})
+    pieces.add_tokens(["<think>", "</think>"])
+    return pieces
 
 
 def byte_level(*, use_regex: bool = True) -> PreTrainedTokenizerFast:
-    """GPT-2, Llama 3, Qwen: BPE over letters that stand for bytes."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-    made.decoder = decoders.ByteLevel()
+    """GPT-2, Llama 3, Qwen: BPE over letters that encode bytes."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    made.train_from_iterator(CORPUS, trainer)
-    return fast(made)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return finish(tokenizer)
 
 
 def sentence_piece(*, adds_blank: bool) -> PreTrainedTokenizerFast:
@@ -48,30 +48,41 @@ def sentence_piece(*, adds_blank: bool) -> PreTrainedTokenizerFast:
     names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("\u2581", "t"), ("t", "h")]
     vocabulary = {name: number for number, name in enumerate(names)}
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     steps: list[Any] = [normalizers.Replace(" ", "\u2581")]
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), *steps] if adds_blank else steps)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), *steps] if adds_blank else steps
+    )
     strip = [decoders.Strip(" ", 1, 0)] if adds_blank else []
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
-    return fast(made)
+    return finish(tokenizer)
 
 
 def unigram() -> PreTrainedTokenizerFast:
     """T5, XLM-R: no bytes, blanks at the beginning of words."""
-    made = Tokenizer(models.Unigram([("<unk>", 0.0), *((one, -2.0) for one in "\u2581abcdefgh\u00e9")], 0))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return fast(made)
+    tokenizer = Tokenizer(
+        models.Unigram([("<unk>", 0.0), *((item, -2.0) for item in "\u2581abcdefgh\u00e9")], 0)
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return finish(tokenizer)
 
 
 def word_piece() -> PreTrainedTokenizerFast:
     """BERT: continued words are marked, blanks are not there."""
-    letters = [chr(one) for one in range(97, 123)]
-    names = ["[UNK]", *letters, *(f"##{one}" for one in letters)]
-    made = Tokenizer(models.WordPiece({name: number for number, name in enumerate(names)}, unk_token="[UNK]"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
-    return fast(made)
+    letters = [chr(item) for item in range(97, 123)]
+    names = ["[UNK]", *letters, *(f"##{item}" for item in letters)]
+    tokenizer = Tokenizer(
+        models.WordPiece({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Whitespace(),
+        decoders.WordPiece(cleanup=False),
+    )
+    return finish(tokenizer)
 
 
 class OfBytes:
@@ -87,11 +98,11 @@ class OfBytes:
         return bytes(ids).decode("utf-8", "replace")
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[bytes]:
-        return [bytes([one]) for one in ids]
+        return [bytes([item]) for item in ids]
 
 
 class Opaque(OfBytes):
-    """One that tells nothing of its vocabulary."""
+    """A tokenizer that does not expose its vocabulary."""
 
     convert_ids_to_tokens = None  # type: ignore[assignment]
 
@@ -126,10 +137,10 @@ def test_the_bytes_of_a_turn_are_its_utf_8(kind: str, text: str, cut: int) -> No
     tokenizer = MADE[kind]
     ids = tokenizer.encode(text, add_special_tokens=False)
     ids = ids[: len(ids) - cut] if cut else ids
-    found = token_bytes(tokenizer, ids)
+    pieces = token_bytes(tokenizer, ids)
     spelled = decode_text(tokenizer, ids, skip_special_tokens=False)
-    assert len(found) == len(ids)
-    whole = b"".join(found)
+    assert len(pieces) == len(ids)
+    whole = b"".join(pieces)
     head, lost, _ = spelled.partition("\ufffd")  # which decoders write for an incomplete character
     assert whole.startswith(head.encode()) if lost else whole == spelled.encode()
 
@@ -140,9 +151,9 @@ def test_the_bytes_of_a_turn_are_its_utf_8(kind: str, text: str, cut: int) -> No
 def test_parts_of_a_character_are_their_own_bytes(kind: str) -> None:
     tokenizer = MADE[kind]
     ids = tokenizer.encode("\u2603", add_special_tokens=False)  # in no corpus
-    found = [piece for piece in token_bytes(tokenizer, ids) if piece]
-    assert len(found) == 3 and b"".join(found) == "\u2603".encode()
-    assert [token_text(piece) for piece in found] == [r"\xe2", r"\x98", r"\x83"]
+    pieces = [piece for piece in token_bytes(tokenizer, ids) if piece]
+    assert len(pieces) == 3 and b"".join(pieces) == "\u2603".encode()
+    assert [token_text(piece) for piece in pieces] == [r"\xe2", r"\x98", r"\x83"]
 
 
 def test_blanks_between_words_belong_to_tokens() -> None:
@@ -154,10 +165,10 @@ def test_blanks_between_words_belong_to_tokens() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tokens_are_their_text(kind: str) -> None:
     tokenizer = MADE[kind]
-    ends = [i for i, one in tokenizer.added_tokens_decoder.items() if str(one) == "<|im_end|>"]
+    ends = [i for i, item in tokenizer.added_tokens_decoder.items() if str(item) == "<|im_end|>"]
     for end in ends:
         assert token_bytes(tokenizer, [end]) == (b"<|im_end|>",)
 
 
 def test_no_tokens() -> None:
-    assert all(token_bytes(one, []) == () for one in MADE.values())
+    assert all(token_bytes(item, []) == () for item in MADE.values())

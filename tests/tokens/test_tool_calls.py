@@ -1,4 +1,4 @@
-"""Native tool calls: what models write is read, and what is wrong with it is said, never raised."""
+"""Native tool calls: parsing of turns; invalid calls are problems, never exceptions."""
 
 import json
 import re
@@ -64,11 +64,19 @@ BAD: list[tuple[CallFormatName, str, str]] = [
     ("pythonic", f"[lookup(key={'[' * 60}{']' * 60})]", "more than 32 levels"),
     ("hermes", f'<tool_call>{{"name": "lookup", "arguments": {{"key": {"[" * 400}{"]" * 400}}}}}</tool_call>',
      "more than 32 levels"),
+    ("llama3_json", '{"name": "find", "parameters": {"q": "a"}}', "no tool 'find'"),
+    ("llama3_json", '{"name": "find", "parameters": {"q": "a', "not JSON"),
+    ("llama3_json", '{"name": "lookup", "input": {"key": "a"}}', 'under "input"'),
+    ("llama3_json", '{"name": "lookup"}', "needs the argument 'key'"),
+    ("llama3_json", '{"name": "lookup"', "not JSON"),
+    ("llama3_json", '{"type": "function", "function": {"name": "lookup"}}', 'needs a "name"'),
+    ("pythonic", "[find(q='a')]", "no tool 'find'"),
+    ("pythonic", "[lookup()]", "needs the argument 'key'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_words_and_calls_of_a_turn(name: CallFormatName) -> None:
+def test_content_and_calls_of_a_turn(name: CallFormatName) -> None:
     turn = read_turn(f"<think>\nWhich?\n</think>\n\n{GOOD[name]}", CALL_FORMATS[name], TOOLS)
     assert turn.reasoning == "Which?" and turn.content == "Let me see." and turn.problems == ()
     assert turn.tool_calls == (
@@ -77,11 +85,11 @@ def test_words_and_calls_of_a_turn(name: CallFormatName) -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "text", "told"), BAD)
-def test_what_is_wrong_is_said(name: CallFormatName, text: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "text", "reason"), BAD)
+def test_invalid_calls_are_problems(name: CallFormatName, text: str, reason: str) -> None:
     turn = read_turn(text, CALL_FORMATS[name], TOOLS)
     assert turn.tool_calls == () and len(turn.problems) == 1
-    assert re.search(told, turn.problems[0]), turn.problems
+    assert re.search(reason, turn.problems[0]), turn.problems
 
 
 def look(key: str) -> ToolCall:
@@ -105,18 +113,24 @@ VARIANTS: list[tuple[CallFormatName, str, ToolCall]] = [
         look("<|tool_call_end|>"),
     ),
     ("llama3_json", '{"name": "lookup", "parameters": {"key": "<|python_tag|>"}}', look("<|python_tag|>")),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"parameters": {"key": "a"}, "name": "lookup"}', look("a")),
+    ("llama3_json", '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}', look("a")),
+    ("llama3_json", '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}', look("a")),
+    ("llama3_json", ' [{"name": "lookup", "parameters": {"key": "a"}}]', look("a")),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "call"), VARIANTS)
-def test_other_ways_to_write_a_call(name: CallFormatName, text: str, call: ToolCall) -> None:
+def test_variants_of_a_call(name: CallFormatName, text: str, call: ToolCall) -> None:
     tools = (*TOOLS, {"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}})
     turn = read_turn(text, CALL_FORMATS[name], tools)
     assert (turn.tool_calls, turn.problems, turn.content) == ((call,), (), "")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_good_call_beside_a_bad_one_stays(name: CallFormatName) -> None:
+def test_a_valid_call_next_to_an_invalid_one_is_executed(name: CallFormatName) -> None:
     call_format = CALL_FORMATS[name]
     good = ToolCall(name="lookup", arguments={"key": "a"})
     turn = read_turn(call_format.write([good, ToolCall(name="find")]), call_format, TOOLS)
@@ -127,7 +141,7 @@ def test_a_good_call_beside_a_bad_one_stays(name: CallFormatName) -> None:
 @pytest.mark.parametrize(
     "text", ["", "Just words.", '\\boxed{4} and {"a": 1}', "[1, 2]", "a < b > c", "f(x)"]
 )
-def test_words_are_no_call(name: CallFormatName, text: str) -> None:
+def test_plain_text_is_no_call(name: CallFormatName, text: str) -> None:
     turn = read_turn(text, CALL_FORMATS[name], TOOLS)
     assert (turn.content, turn.tool_calls, turn.problems) == (text, (), ())
 
@@ -142,7 +156,7 @@ ANY_TOOL = {"name": "any", "description": "d", "parameters": {"type": "object", 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(arguments=st.dictionaries(st.sampled_from(["a", "b", "key"]), VALUES, max_size=3))
-def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str, Json]) -> None:
+def test_calls_survive_writing_and_reading(name: CallFormatName, arguments: dict[str, Json]) -> None:
     call_format = CALL_FORMATS[name]
     if name == "qwen3_coder":  # text between tags: nothing that ends them, and no types without a schema
         arguments = {key: json.dumps(value).replace("<", "") for key, value in arguments.items()}
@@ -161,7 +175,7 @@ def test_what_is_written_is_read_back(name: CallFormatName, arguments: dict[str,
         max_size=12,
     )
 )  # fmt: skip
-def test_nothing_that_is_written_raises(name: CallFormatName, pieces: list[str]) -> None:
+def test_no_turn_raises(name: CallFormatName, pieces: list[str]) -> None:
     turn = read_turn("".join(pieces), CALL_FORMATS[name], TOOLS)
     assert all(call.name in ("lookup", "add") for call in turn.tool_calls)
     assert all(problem.strip() for problem in turn.problems)
@@ -178,9 +192,9 @@ def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
     }  # fmt: skip
     given_text = {"text": "7", "count": "7", "points": "[1, 2]", "shown": "True", "options": '{"a": null}',
                   "share": "0.5"}  # fmt: skip
-    said = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given_text.items())
+    written = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in given_text.items())
     turn = read_turn(
-        f"<tool_call><function=plot>{said}</function></tool_call>", CALL_FORMATS["qwen3_coder"], [tool]
+        f"<tool_call><function=plot>{written}</function></tool_call>", CALL_FORMATS["qwen3_coder"], [tool]
     )
     assert turn.tool_calls[0].arguments == {
         "text": "7", "count": 7, "points": [1, 2], "shown": True, "options": {"a": None}, "share": 0.5,
@@ -188,15 +202,15 @@ def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("7", 7), ("1.5", "1.5"), ("null", "null"), ("[1]", "[1]")])
-def test_qwen3_coder_text_stays_where_the_schema_takes_text_too(text: str, value: Json) -> None:
+def test_qwen3_coder_keeps_text_if_the_schema_accepts_text(text: str, value: Json) -> None:
     properties = {"key": {"type": ["integer", "string"]}}
     tool = {"name": "find", "description": "d", "parameters": {"properties": properties}}
-    said = f"<tool_call><function=find><parameter=key>{text}</parameter></function></tool_call>"
-    turn = read_turn(said, CALL_FORMATS["qwen3_coder"], [tool])
+    written = f"<tool_call><function=find><parameter=key>{text}</parameter></function></tool_call>"
+    turn = read_turn(written, CALL_FORMATS["qwen3_coder"], [tool])
     assert turn.problems == () and turn.tool_calls[0].arguments == {"key": value}
 
 
-def test_thinking_is_apart_whoever_opened_it() -> None:
+def test_thinking_is_split_from_the_answer() -> None:
     assert split_thinking("<think>\na\n</think>\n\nb") == ("a", "b", ())
     assert split_thinking("a\n</think>b") == ("a", "b", ())
     assert split_thinking(" plain ") == ("", " plain ", ())
@@ -212,7 +226,7 @@ THOUGHT_TAGS = ["</think>", "<think>a</think>", "a</think>b</think>"]
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", THOUGHT_TAGS)
 @pytest.mark.parametrize("begun", ["", "Words.\n", "<think>\nHm.\n</think>\n\n"])
-def test_tags_of_thinking_inside_an_argument_are_its_text(name: CallFormatName, key: str, begun: str) -> None:
+def test_thinking_tags_inside_an_argument_are_its_text(name: CallFormatName, key: str, begun: str) -> None:
     if begun == "Words.\n" and name == "pythonic":
         return  # of Llama 3.2 the calls are the whole turn
     turn = read_turn(begun + CALL_FORMATS[name].write([look(key)]), CALL_FORMATS[name], TOOLS)
@@ -220,19 +234,19 @@ def test_tags_of_thinking_inside_an_argument_are_its_text(name: CallFormatName, 
     assert turn.reasoning == ("Hm." if "Hm." in begun else "")
 
 
-def test_words_before_and_behind_a_call_of_llama() -> None:
-    form, said = CALL_FORMATS["llama3_json"], '{"name": "lookup", "parameters": {"key": "a"}}'
-    turn = read_turn(f"I look.\n[{said}]", form, TOOLS)
+def test_text_before_and_after_a_call_of_llama() -> None:
+    form, written = CALL_FORMATS["llama3_json"], '{"name": "lookup", "parameters": {"key": "a"}}'
+    turn = read_turn(f"I look.\n[{written}]", form, TOOLS)
     assert (turn.content, turn.tool_calls, turn.problems) == ("I look.", (look("a"),), ())
-    turn = read_turn(f"{said} and words", form, TOOLS)
+    turn = read_turn(f"{written} and words", form, TOOLS)
     assert turn.tool_calls == (look("a"),) and "not JSON" in turn.problems[0]
-    turn = read_turn(f"{said}<|python_tag|>{said}", form, TOOLS)
+    turn = read_turn(f"{written}<|python_tag|>{written}", form, TOOLS)
     assert len(turn.tool_calls) == 2 and turn.problems == ()
     for words in ('It is {"name": "Rome", "parameters": {}}', 'Say {"name": "lookup"}'):
         assert read_turn(words, form, TOOLS).content == words
 
 
-def test_a_name_that_a_form_cannot_write_is_said() -> None:
+def test_a_name_that_a_format_cannot_write_is_reported() -> None:
     def named(name: str, *arguments: str) -> ToolSchema:
         properties: dict[str, Json] = {argument: {} for argument in arguments}
         return {"name": name, "description": "d", "parameters": {"properties": properties}}
@@ -251,26 +265,21 @@ def test_a_name_that_a_form_cannot_write_is_said() -> None:
     assert turn.content == "" and "cannot be read" in turn.problems[0]
 
 
-def test_calls_inside_thinking_are_thoughts() -> None:
-    turn = read_turn(f"<think>{GOOD['hermes']}</think>Done.", CALL_FORMATS["hermes"], TOOLS)
-    assert turn.tool_calls == () and turn.content == "Done."
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_that_thinking_rehearses_are_thoughts_whoever_opened_it(name: CallFormatName) -> None:
-    """A template may have opened it, and a server that serves the text does not say so."""
+@pytest.mark.parametrize("opening", ["<think>", ""])  # the template may have written it
+def test_calls_inside_thinking_are_thoughts(name: CallFormatName, opening: str) -> None:
     if name in ("hermes", "qwen3_coder"):
-        said = f"Maybe {GOOD[name]} or not.</think>Done."
+        written = f"Maybe {GOOD[name]} or not.</think>Done."
     else:
-        said = f"Maybe {GOOD['hermes']} or {GOOD['pythonic']}?</think>Done."
-    turn = read_turn(said, CALL_FORMATS[name], TOOLS)
+        written = f"Maybe {GOOD['hermes']} or {GOOD['pythonic']}?</think>Done."
+    turn = read_turn(opening + written, CALL_FORMATS[name], TOOLS)
     assert turn.tool_calls == () and turn.content == "Done."
 
 
-@pytest.mark.parametrize(("before", "behind"), [("Use", " to do it."), ("```json", "\n```")])
-def test_words_behind_a_call_behind_words_are_no_fault(before: str, behind: str) -> None:
-    said = f'{before}\n{{"name": "add", "parameters": {{"a": 1, "b": 2}}}}{behind}'
-    turn = read_turn(said, CALL_FORMATS["llama3_json"], TOOLS)
+@pytest.mark.parametrize(("before", "after"), [("Use", " to do it."), ("```json", "\n```")])
+def test_text_after_a_call_after_text_is_no_problem(before: str, after: str) -> None:
+    written = f'{before}\n{{"name": "add", "parameters": {{"a": 1, "b": 2}}}}{after}'
+    turn = read_turn(written, CALL_FORMATS["llama3_json"], TOOLS)
     assert (turn.tool_calls, turn.problems, turn.content) == ((ADD,), (), before)
 
 
@@ -342,60 +351,25 @@ def test_an_answer_in_json_or_as_a_list_is_no_call(name: CallFormatName, text: s
     assert (turn.reasoning, turn.content, turn.tool_calls) == ("Hm.", text.strip(), ())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"name": "lookup", "parameters": {"key": "a"}}',
-        '{"parameters": {"key": "a"}, "name": "lookup"}',
-        '{"type": "function", "name": "lookup", "parameters": {"key": "a"}}',
-        '{"id": "1", "name": "lookup", "arguments": {"key": "a"}}',
-        '{"name": "lookup", "parameters": {"key": "a"}, "note": 1}',
-        ' [{"name": "lookup", "parameters": {"key": "a"}}]',
-    ],
-)
-def test_an_object_with_the_form_of_a_call_is_one(text: str) -> None:
-    turn = read_turn(text, CALL_FORMATS["llama3_json"], TOOLS)
-    assert (turn.tool_calls, turn.problems, turn.content) == ((look("a"),), (), "")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("llama3_json", '{"name": "find", "parameters": {"q": "a"}}', "no tool 'find'"),
-        ("llama3_json", '{"name": "find", "parameters": {"q": "a', "not JSON"),
-        ("llama3_json", '{"name": "lookup", "input": {"key": "a"}}', 'under "input"'),
-        ("llama3_json", '{"name": "lookup"}', "needs the argument 'key'"),
-        ("llama3_json", '{"name": "lookup"', "not JSON"),
-        ("llama3_json", '{"type": "function", "function": {"name": "lookup"}}', 'needs a "name"'),
-        ("pythonic", "[find(q='a')]", "no tool 'find'"),
-        ("pythonic", "[lookup()]", "needs the argument 'key'"),
-        ("pythonic", "[lookup(key='a'), 1]", "must be a call"),
-    ],
-)
-def test_a_call_that_goes_wrong_is_no_answer(name: CallFormatName, text: str, told: str) -> None:
-    turn = read_turn(text, CALL_FORMATS[name], TOOLS)
-    assert turn.tool_calls == () and told in " ".join(turn.problems), turn
-
-
-def test_a_closing_tag_inside_a_value_ends_it_as_the_familys_own_reader_does() -> None:
-    """Nothing escapes it in this form, so the first one ends the value and what follows is reported."""
+def test_a_closing_tag_inside_a_value_ends_it() -> None:
+    """As in the family's own parser, because the format has no way to escape it."""
     form = CALL_FORMATS["qwen3_coder"]
     turn = read_turn(form.write([look("a</parameter>b")]), form, TOOLS)
     assert turn.tool_calls == () and "something else than <parameter=KEY>" in turn.problems[0]
 
 
-def test_parameters_without_an_end_are_read_at_once() -> None:
-    said = f"<tool_call><function=lookup>{'<parameter=key>' * 100_000}</function></tool_call>"
-    turn = read_turn(said, CALL_FORMATS["qwen3_coder"], TOOLS)
+def test_unclosed_parameters_are_read_in_linear_time() -> None:
+    written = f"<tool_call><function=lookup>{'<parameter=key>' * 100_000}</function></tool_call>"
+    turn = read_turn(written, CALL_FORMATS["qwen3_coder"], TOOLS)
     assert turn.tool_calls == () and "something else than <parameter=KEY>" in turn.problems[0]
 
 
-def test_a_turn_of_blanks_is_read_at_once() -> None:
+def test_a_turn_of_blanks_is_read_in_linear_time() -> None:
     blanks = "\n" * 300_000
     assert split_thinking(blanks, CALL_FORMATS["llama3_json"]) == ("", blanks, ())
 
 
-def test_a_type_outside_the_named_ones_is_told() -> None:
+def test_a_value_outside_an_enum_is_a_problem() -> None:
     tool = {"name": "pick", "description": "d", "parameters": {
         "type": "object", "properties": {"unit": {"type": "string", "enum": ["km", "mile"]}},
     }}  # fmt: skip

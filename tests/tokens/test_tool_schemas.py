@@ -1,4 +1,4 @@
-"""Schemas of tools: whatever stands in one, calls are read and checked, and what is written is read back."""
+"""Schemas of tools: calls are parsed and validated with any schema, also an invalid one."""
 
 import json
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ SCHEMAS = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
     max_leaves=12,
 )
-SAID: dict[CallFormatName, str] = {
+CALL_TEXTS: dict[CallFormatName, str] = {
     "hermes": '<tool_call>{"name": "f", "arguments": {"a": VALUE}}</tool_call>',
     "qwen3_coder": "<tool_call><function=f><parameter=a>VALUE</parameter></function></tool_call>",
     "llama3_json": '{"name": "f", "parameters": {"a": VALUE}}',
@@ -37,7 +37,7 @@ SAID: dict[CallFormatName, str] = {
 }
 
 
-def tool_of(parameters: Any) -> ToolSchema:
+def make_tool(parameters: Any) -> ToolSchema:
     return {"name": "f", "description": "d", "parameters": parameters}
 
 
@@ -51,21 +51,15 @@ def tool_of(parameters: Any) -> ToolSchema:
 @example(parameters={"properties": {"a": {"$ref": "#/properties/a"}}}, text="1")
 @example(parameters=5, text="1")
 def test_no_schema_and_no_turn_raises(name: CallFormatName, parameters: Any, text: str) -> None:
-    tools = [tool_of(parameters)]
-    for said in (text, SAID[name].replace("VALUE", text)):
-        read_turn(said, CALL_FORMATS[name], tools)
+    tools = [make_tool(parameters)]
+    for turn_text in (text, CALL_TEXTS[name].replace("VALUE", text)):
+        read_turn(turn_text, CALL_FORMATS[name], tools)
     find_schema_flaw(parameters)
 
 
 @given(parameters=SCHEMAS, arguments=st.dictionaries(st.sampled_from("ab"), JSON, max_size=2))
 def test_no_schema_and_no_arguments_raise(parameters: Any, arguments: dict[str, Json]) -> None:
-    assert isinstance(find_call_error(ToolCall(name="f", arguments=arguments), [tool_of(parameters)]), str)
-
-
-def test_definitions_that_double_are_looked_at_once() -> None:
-    pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
-    parameters = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**pairs, "d60": {"type": "null"}}}
-    assert "of type null" in find_call_error(ToolCall(name="f", arguments={"a": 1}), [tool_of(parameters)])
+    assert isinstance(find_call_error(ToolCall(name="f", arguments=arguments), [make_tool(parameters)]), str)
 
 
 TEXT = st.text(
@@ -110,14 +104,14 @@ def schema_and_value(draw: st.DrawFn, depth: int = 0) -> tuple[Json, Json, set[s
         case "ref":
             return {"$ref": "#/$defs/Point"}, draw(VALUES["object"]), {"object"}
         case "of" if depth < 2:
-            one, value, kinds_of_one = draw(schema_and_value(depth + 1))
-            other, _, kinds_of_other = draw(schema_and_value(depth + 1))
+            schema_a, value, kinds_a = draw(schema_and_value(depth + 1))
+            schema_b, _, kinds_b = draw(schema_and_value(depth + 1))
             key = draw(st.sampled_from(["anyOf", "oneOf"]))
-            return {key: draw(st.permutations([one, other]))}, value, kinds_of_one | kinds_of_other
+            return {key: draw(st.permutations([schema_a, schema_b]))}, value, kinds_a | kinds_b
     return {}, draw(INNER), set(VALUES)
 
 
-def spells(text: str) -> str:
+def json_type_of(text: str) -> str:
     """The type of the JSON that a text is, where it is no text to JSON."""
     try:
         value = json.loads(text)
@@ -127,20 +121,20 @@ def spells(text: str) -> str:
             dict: "object"}.get(type(value), "string")  # fmt: skip
 
 
-@given(found=schema_and_value())
-@example(found=({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, {"integer", "null"}))
-@example(found=({"type": "string", "nullable": True}, None, {"string", "null"}))
-@example(found=({"type": ["string", "null"]}, None, {"string", "null"}))
-@example(found=({"$ref": "#/$defs/Point"}, {"x": 1}, {"object"}))
-@example(found=({"$ref": "#/$defs/Unit"}, None, {"null"}))
-@example(found=({"$ref": "#/$defs/Unit"}, 3, set()))
-@example(found=({}, [1], set(VALUES)))
-def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Json, Json, set[str]]) -> None:
-    schema, value, kinds = found
+@given(case=schema_and_value())
+@example(case=({"anyOf": [{"type": "integer"}, {"type": "null"}]}, 3, {"integer", "null"}))
+@example(case=({"type": "string", "nullable": True}, None, {"string", "null"}))
+@example(case=({"type": ["string", "null"]}, None, {"string", "null"}))
+@example(case=({"$ref": "#/$defs/Point"}, {"x": 1}, {"object"}))
+@example(case=({"$ref": "#/$defs/Unit"}, None, {"null"}))
+@example(case=({"$ref": "#/$defs/Unit"}, 3, set()))
+@example(case=({}, [1], set(VALUES)))
+def test_text_arguments_get_the_types_of_the_schema(case: tuple[Json, Json, set[str]]) -> None:
+    schema, value, kinds = case
     if isinstance(value, str):  # a text that is another value to this schema too: nothing decides
-        kind = spells(value)
+        kind = json_type_of(value)
         assume((kind not in kinds and not (kind == "integer" and "number" in kinds)) or kind == "string")
-    tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
+    tool = make_tool({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
     form = CALL_FORMATS["qwen3_coder"]
     call = ToolCall(name="f", arguments={"a": value}, call_id="call00000")
     turn = read_turn(form.write([call]), form, [tool])
@@ -149,7 +143,7 @@ def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Js
 
 
 @pytest.mark.parametrize(
-    ("schema", "value", "told"),
+    ("schema", "value", "reason"),
     [
         ({"type": "string", "enum": ["x", "y"], "nullable": True}, None, ""),
         (
@@ -165,18 +159,18 @@ def test_arguments_between_tags_are_read_as_what_the_schema_says(found: tuple[Js
         ({"type": "date"}, 1, ""),
     ],
 )
-def test_what_a_schema_does_not_take_is_told(schema: Json, value: Json, told: str) -> None:
-    tool = tool_of({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
-    found = find_call_error(ToolCall(name="f", arguments={"a": value}), [tool])
-    assert found == (f"The argument 'a' of f {told}." if told else "")
+def test_values_that_a_schema_does_not_accept_are_errors(schema: Json, value: Json, reason: str) -> None:
+    tool = make_tool({"type": "object", "properties": {"a": schema}, "$defs": DEFINED})
+    case = find_call_error(ToolCall(name="f", arguments={"a": value}), [tool])
+    assert case == (f"The argument 'a' of f {reason}." if reason else "")
 
 
-def test_any_others_are_taken_where_the_schema_says_so() -> None:
+def test_additional_properties_of_a_schema() -> None:
     call = ToolCall(name="f", arguments={"b": 1})
-    assert "no argument 'b'" in find_call_error(call, [tool_of({"properties": {}})])
+    assert "no argument 'b'" in find_call_error(call, [make_tool({"properties": {}})])
     for others in ({}, True, {"type": "integer"}):
-        assert find_call_error(call, [tool_of({"properties": {}, "additionalProperties": others})]) == ""
-    text = tool_of({"properties": {}, "additionalProperties": {"type": "string"}})
+        assert find_call_error(call, [make_tool({"properties": {}, "additionalProperties": others})]) == ""
+    text = make_tool({"properties": {}, "additionalProperties": {"type": "string"}})
     assert "of type string" in find_call_error(call, [text])
 
 
@@ -188,7 +182,7 @@ DEFS = {
     "my type": URL,
     "Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}, "url": {"type": "string"}}},
 }
-BEHIND: dict[str, tuple[Json, Json, Json]] = {
+DECLARED: dict[str, tuple[Json, Json, Json]] = {
     "oneOf": ({"oneOf": [URL, SIZE]}, {"size": 3}, {"url": 1}),
     "anyOf": ({"anyOf": [URL, SIZE]}, {"url": "a"}, {"color": "red"}),
     "allOf": ({"allOf": [URL, SIZE]}, {"url": "a", "size": 3}, {"url": "a"}),
@@ -268,10 +262,10 @@ BEHIND: dict[str, tuple[Json, Json, Json]] = {
 
 
 @pytest.mark.parametrize("name", CALL_FORMATS)
-@pytest.mark.parametrize("case", BEHIND)
-def test_arguments_are_found_wherever_the_schema_declares_them(name: CallFormatName, case: str) -> None:
-    parameters, taken, refused = BEHIND[case]
-    tool = tool_of({"type": "object", **parameters} if case != "an empty schema" else parameters)
+@pytest.mark.parametrize("case", DECLARED)
+def test_arguments_are_found_in_all_parts_of_a_schema(name: CallFormatName, case: str) -> None:
+    parameters, taken, refused = DECLARED[case]
+    tool = make_tool({"type": "object", **parameters} if case != "an empty schema" else parameters)
     call = ToolCall(name="f", arguments=taken, call_id="call00000")
     turn = read_turn(CALL_FORMATS[name].write([call]), CALL_FORMATS[name], [tool])
     assert (turn.tool_calls, turn.problems) == ((call,), ())
@@ -279,27 +273,31 @@ def test_arguments_are_found_wherever_the_schema_declares_them(name: CallFormatN
         assert find_call_error(ToolCall(name="f", arguments=refused), [tool])
 
 
-def test_what_a_prompt_says_of_alternatives_can_be_called() -> None:
-    for parameters, _, _ in BEHIND.values():
-        tool = tool_of(parameters)
+def test_the_example_of_the_usage_line_is_a_valid_call() -> None:
+    for parameters, _, _ in DECLARED.values():
+        tool = make_tool(parameters)
         line = usage_line(tool)
         for arguments in trial_arguments(tool)[:1]:
             assert find_call_error(ToolCall(name="f", arguments=arguments), [tool]) == "", line
-    assert usage_line(tool_of({"oneOf": [URL, SIZE]})) == (
+    assert usage_line(make_tool({"oneOf": [URL, SIZE]})) == (
         'Write <f>{"url": "..."}</f> for this: d. url (string, may be left out); '
         "size (integer, may be left out). Give url or size."
     )
-    assert usage_line(tool_of({"type": "object"})).endswith("It takes a JSON object with any arguments.")
+    assert usage_line(make_tool({"type": "object"})).endswith("It takes a JSON object with any arguments.")
 
 
-def test_definitions_that_double_at_the_top_are_bounded() -> None:
+def test_definitions_that_double_are_read_once() -> None:
     pairs = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
-    tool = tool_of({"$ref": "#/$defs/d0", "$defs": {**pairs, "d60": URL}})
+    tool = make_tool({"$ref": "#/$defs/d0", "$defs": {**pairs, "d60": URL}})
+    nested = make_tool(
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": {**pairs, "d60": {"type": "null"}}}
+    )
+    assert "of type null" in find_call_error(ToolCall(name="f", arguments={"a": 1}), [nested])
     assert find_call_error(ToolCall(name="f", arguments={"url": "a"}), [tool]) == ""
 
 
 @pytest.mark.parametrize(
-    ("parameters", "told"),
+    ("parameters", "reason"),
     [
         ({"type": "object", "properties": {"a": {"type": ["integer", "null"]}, "b": True}}, ""),
         ({}, ""),
@@ -311,5 +309,5 @@ def test_definitions_that_double_at_the_top_are_bounded() -> None:
         ({"properties": {"a": {"type": ["integer", {}]}}}, "the type of 'a' is no name"),
     ],
 )
-def test_what_is_wrong_with_a_schema_is_said(parameters: Any, told: str) -> None:
-    assert find_schema_flaw(parameters) == told
+def test_flaws_of_a_schema(parameters: Any, reason: str) -> None:
+    assert find_schema_flaw(parameters) == reason

@@ -1,4 +1,4 @@
-"""Python functions as tools: their schema, calls by text and by arguments, faults in words."""
+"""Python functions as tools: schemas, calls by text and by arguments, errors."""
 
 import asyncio
 import datetime
@@ -51,7 +51,7 @@ def shout(text: str) -> str:
 
 
 def today() -> dict[str, Any]:
-    """Tell the day."""
+    """Return the day."""
     return {"day": "Monday"}
 
 
@@ -75,10 +75,10 @@ def plan(
 
 
 async def slow(text: str) -> str:
-    """Say it later.
+    """Return a text later.
 
     Args:
-        text: what to say
+        text: what to return
     """
     await asyncio.sleep(0)
     if text == "fail":
@@ -87,58 +87,31 @@ async def slow(text: str) -> str:
 
 
 def later(text: str) -> Any:
-    """Say it later.
+    """Return a coroutine.
 
     Args:
-        text: what to say
+        text: what to return
     """
     return slow(text)
 
 
-def one_by_one(text: str) -> Any:
-    """Say letters.
-
-    Args:
-        text: what to say
-    """
+def generator(text: str) -> Any:
     yield from text
 
 
-async def in_time(text: str) -> Any:
-    """Say letters.
-
-    Args:
-        text: what to say
-    """
-    for letter in text:
-        yield letter
+async def async_generator(text: str) -> Any:
+    yield text
 
 
 def several(*numbers: int) -> int:
-    """Add numbers.
-
-    Args:
-        numbers: all of them
-    """
     return sum(numbers)
 
 
 def options(**values: int) -> int:
-    """Add numbers.
-
-    Args:
-        values: all of them
-    """
     return sum(values.values())
 
 
 def in_order(a: int, /, b: int) -> int:
-    """Add numbers.
-
-    Args:
-        a: one
-        b: another
-    """
     return a + b
 
 
@@ -172,13 +145,11 @@ def cached(a: int) -> int:
 
 
 class Shop:
-    """Holds prices."""
-
     def __init__(self) -> None:
         self.prices = {"kettle": 3}
 
     def price(self, thing: str) -> int:
-        """Tell a price.
+        """Look up a price.
 
         Args:
             thing: its name
@@ -186,11 +157,6 @@ class Shop:
         return self.prices[thing]
 
     def __call__(self, thing: str) -> int:
-        """Tell a price.
-
-        Args:
-            thing: its name
-        """
         return self.prices[thing]
 
 
@@ -200,11 +166,11 @@ part = functools.partial(add, b=1)
 
 
 class NoTool:
-    """A class, and no tool."""
+    """A class without the attributes of a tool."""
 
 
 def pairs() -> Any:
-    """Tell what JSON does not have."""
+    """Return a value that JSON cannot express."""
     return {(1, 2): 3}
 
 
@@ -236,14 +202,6 @@ DOCSTRINGS = {
 
     Raises:
         ValueError: never
-    """,
-    "Google, some types": """Add two numbers.
-
-    Args:
-        a (int): The first: a number.
-        b: The second number.
-        *more (int): No argument of this one.
-        **rest: Nor this.
     """,
     "Arguments": """Add two numbers.
 
@@ -306,9 +264,9 @@ def test_a_docstring_describes_the_arguments_in_every_style(style: str) -> None:
         return a + b
 
     add.__doc__ = DOCSTRINGS[style]
-    made = tool(add)
-    assert made.schema["description"] == "Add two numbers."
-    assert made.schema["parameters"] == {
+    function_tool = tool(add)
+    assert function_tool.schema["description"] == "Add two numbers."
+    assert function_tool.schema["parameters"] == {
         "type": "object",
         "properties": {
             "a": {"type": "integer", "description": "The first: a number."},
@@ -316,20 +274,26 @@ def test_a_docstring_describes_the_arguments_in_every_style(style: str) -> None:
         },
         "required": ["a"],
     }
-    assert made.run_text('{"a": 1, "b": 2}') == ToolOutput(text="3")
+    assert function_tool.run_text('{"a": 1, "b": 2}') == ToolOutput(text="3")
 
 
-def test_numpy_may_describe_two_arguments_at_once() -> None:
+def test_a_docstring_may_describe_several_or_unknown_arguments() -> None:
     def add(a: int, b: int) -> int:
         return a + b
 
-    add.__doc__ = "Add.\n\nParameters\n----------\na, b : int\n    A number.\n"
-    properties = tool(add).schema["parameters"]["properties"]
-    assert [one["description"] for one in properties.values()] == ["A number."] * 2
+    for doc in (
+        "Add.\n\nParameters\n----------\na, b : int\n    A number.\n",
+        "Add.\n\nArgs:\n    a (int): A number.\n    b: A number.\n    *more (int): None.\n    **rest: None.",
+    ):
+        add.__doc__ = doc
+        properties = tool(add).schema["parameters"]["properties"]
+        assert {name: item["description"] for name, item in properties.items()} == dict.fromkeys(
+            "ab", "A number."
+        )
 
 
 @pytest.mark.parametrize(
-    ("doc", "told"),
+    ("doc", "reason"),
     [
         (None, "it has no docstring; it needs type hints and a docstring with Args:"),
         ("Add.", "its docstring does not describe the argument 'a'; it needs"),
@@ -338,12 +302,12 @@ def test_numpy_may_describe_two_arguments_at_once() -> None:
         ("Args:\n    a (int): one\n    b (int): other", "does not say what it does"),
     ],
 )
-def test_a_docstring_that_lacks_something_is_told_with_what_it_lacks(doc: str | None, told: str) -> None:
+def test_an_incomplete_docstring_is_refused_with_the_missing_part(doc: str | None, reason: str) -> None:
     def add(a: int, b: int) -> int:
         return a + b
 
     add.__doc__ = doc
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reason):
         tool_class(add)
 
 
@@ -425,8 +389,8 @@ CONVERTED: list[tuple[Any, Json, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("hint", "written", "value"), CONVERTED, ids=[str(one[0]) for one in CONVERTED])
-def test_a_function_gets_what_its_hints_say(hint: Any, written: Json, value: object) -> None:
+@pytest.mark.parametrize(("hint", "written", "value"), CONVERTED, ids=[str(item[0]) for item in CONVERTED])
+def test_arguments_are_converted_to_the_types_of_the_hints(hint: Any, written: Json, value: object) -> None:
     taken: list[object] = []
 
     def take(value: Any, *, times: int = 1) -> str:
@@ -440,20 +404,20 @@ def test_a_function_gets_what_its_hints_say(hint: Any, written: Json, value: obj
         return "ok"
 
     take.__annotations__["value"] = hint
-    made = tool(take)
-    assert made.run_call({"value": written, "times": 2}) == ToolOutput(text="ok")
+    function_tool = tool(take)
+    assert function_tool.run_call({"value": written, "times": 2}) == ToolOutput(text="ok")
     assert taken == [value] and type(taken[0]) is type(value)
     for name, form in CALL_FORMATS.items():
         call = ToolCall(name="take", arguments={"value": written})
-        turn = read_turn(form.write([call]), form, [made.schema])
-        assert [one.arguments for one in turn.tool_calls] == [{"value": written}], (name, turn.problems)
-    json.dumps(made.schema)
-    assert made.schema["parameters"]["properties"]["value"]["description"] == "What to take."
-    assert "value" in made.usage
+        turn = read_turn(form.write([call]), form, [function_tool.schema])
+        assert [item.arguments for item in turn.tool_calls] == [{"value": written}], (name, turn.problems)
+    json.dumps(function_tool.schema)
+    assert function_tool.schema["parameters"]["properties"]["value"]["description"] == "What to take."
+    assert "value" in function_tool.usage
 
 
 @pytest.mark.parametrize(
-    ("hint", "written", "told"),
+    ("hint", "written", "reason"),
     [
         (Unit, "x", "must be one of c, f"),
         (Point, {"x": "far"}, "The argument 'value' of take: x: Input should be a valid integer"),
@@ -464,7 +428,9 @@ def test_a_function_gets_what_its_hints_say(hint: Any, written: Json, value: obj
         (tuple[int, str], [1], "The argument 'value' of take: 1: Field required."),
     ],
 )
-def test_an_argument_that_cannot_be_made_is_told_to_the_policy(hint: Any, written: Json, told: str) -> None:
+def test_an_argument_that_cannot_be_converted_is_an_observation(
+    hint: Any, written: Json, reason: str
+) -> None:
     def take(value: Any) -> str:
         """Take something.
 
@@ -475,11 +441,11 @@ def test_an_argument_that_cannot_be_made_is_told_to_the_policy(hint: Any, writte
 
     take.__annotations__["value"] = hint
     output = tool(take).run_call({"value": written})
-    assert output.failed and told in output.text and "\n" not in output.text
+    assert output.failed and reason in output.text and "\n" not in output.text
 
 
 @pytest.mark.parametrize(
-    ("hint", "told"),
+    ("hint", "reason"),
     [
         (Shop, "the type hint Shop of 'value' cannot be made from JSON .* use text, numbers, lists, an Enum"),
         (list[Shop], r"the type hint list\[.*Shop\] of 'value' cannot be made from JSON"),
@@ -490,7 +456,7 @@ def test_an_argument_that_cannot_be_made_is_told_to_the_policy(hint: Any, writte
         ("Nowhere", "the type hint 'Nowhere' of 'value' cannot be resolved: name 'Nowhere' is not defined"),
     ],
 )
-def test_a_hint_that_no_json_can_become_is_refused_with_its_reason(hint: Any, told: str) -> None:
+def test_a_hint_that_json_cannot_express_is_refused(hint: Any, reason: str) -> None:
     def take(value: Any) -> str:
         """Take something.
 
@@ -500,11 +466,11 @@ def test_a_hint_that_no_json_can_become_is_refused_with_its_reason(hint: Any, to
         return ""
 
     take.__annotations__["value"] = hint
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reason):
         tool_class(take)
 
 
-def test_what_a_function_returns_is_json_where_it_can_be() -> None:
+def test_a_return_value_becomes_json() -> None:
     def make(unit: Unit) -> "Nowhere":  # type: ignore[name-defined] # noqa: F821
         """Make something.
 
@@ -518,7 +484,7 @@ def test_what_a_function_returns_is_json_where_it_can_be() -> None:
     }  # fmt: skip
 
 
-def test_a_type_that_is_inside_itself_keeps_its_definition() -> None:
+def test_a_recursive_type_keeps_its_definition() -> None:
     def take(box: Box) -> str:
         """Take something.
 
@@ -527,10 +493,12 @@ def test_a_type_that_is_inside_itself_keeps_its_definition() -> None:
         """
         return str(box.width)
 
-    made = tool(take)
-    parts = made.schema["parameters"]["properties"]["box"]["properties"]["parts"]
-    assert parts["items"] == {"$ref": "#/$defs/Box"} and set(made.schema["parameters"]["$defs"]) == {"Box"}
-    assert made.run_call({"box": {"width": 3}}) == ToolOutput(text="3")
+    function_tool = tool(take)
+    parts = function_tool.schema["parameters"]["properties"]["box"]["properties"]["parts"]
+    assert parts["items"] == {"$ref": "#/$defs/Box"} and set(function_tool.schema["parameters"]["$defs"]) == {
+        "Box"
+    }
+    assert function_tool.run_call({"box": {"width": 3}}) == ToolOutput(text="3")
 
 
 def test_hints_and_docstring_become_the_schema() -> None:
@@ -553,7 +521,7 @@ def test_hints_and_docstring_become_the_schema() -> None:
     assert tool(shout).usage == (
         "Write <shout>text</shout> for this: Write a text large. text (string): what to write."
     )
-    assert tool(today).usage == "Write <today>{}</today> for this: Tell the day."
+    assert tool(today).usage == "Write <today>{}</today> for this: Return the day."
     assert tool(plan).usage == (
         'Write <plan>{"unit": "km", "stops": ["..."], "share": 1.5, "notes": "...", "options": {}}</plan> '
         "for this: Plan a way. unit (one of km, mile): of length; stops (array): names in order; "
@@ -570,7 +538,7 @@ def test_calls_by_arguments_and_by_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "reason"),
     [
         (tool(add).run_text("2, 3"), "JSON object"),
         (tool(add).run_text("[2]"), "JSON object"),
@@ -585,11 +553,11 @@ def test_calls_by_arguments_and_by_text() -> None:
         (tool(pairs).run_call({}), "TypeError: keys must be str"),
     ],
 )
-def test_what_goes_wrong_is_told_in_one_line(output: ToolOutput, told: str) -> None:
-    assert output.failed and told in output.text and "\n" not in output.text
+def test_errors_are_observations_of_one_line(output: ToolOutput, reason: str) -> None:
+    assert output.failed and reason in output.text and "\n" not in output.text
 
 
-def test_a_coroutine_is_run_to_its_end_wherever_the_call_is() -> None:
+def test_a_coroutine_is_awaited_with_and_without_a_running_loop() -> None:
     assert tool(slow).run_text("hey") == tool(later).run_text("hey") == ToolOutput(text="hey!")
 
     async def inside() -> ToolOutput:
@@ -597,14 +565,14 @@ def test_a_coroutine_is_run_to_its_end_wherever_the_call_is() -> None:
 
     assert asyncio.run(inside()).text == "hey!"
     with ThreadPoolExecutor(2) as pool:
-        assert [one.text for one in pool.map(tool(slow).run_text, "ab")] == ["a!", "b!"]
+        assert [item.text for item in pool.map(tool(slow).run_text, "ab")] == ["a!", "b!"]
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "reason"),
     [
-        (one_by_one, "one_by_one cannot be a tool: it is a generator: return"),
-        (in_time, "in_time cannot be a tool: it is a generator: return"),
+        (generator, "generator cannot be a tool: it is a generator: return"),
+        (async_generator, "async_generator cannot be a tool: it is a generator: return"),
         (several, r"\*numbers is no argument with a name: take a list"),
         (options, r"\*\*values is no argument with a name"),
         (in_order, "a is positional only, .* leave the / out"),
@@ -612,33 +580,38 @@ def test_a_coroutine_is_run_to_its_end_wherever_the_call_is() -> None:
         (SHOP, "a Shop cannot be a tool: it has no name: write a function"),
     ],
 )
-def test_what_no_call_can_reach_is_refused_before_anything_runs(function: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_function_that_no_call_can_reach_is_refused(function: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         tool_class(function)
 
 
-@pytest.mark.parametrize(("name", "text", "said"), [("cached", '{"a": 2}', "4"), ("price", "kettle", "3")])
-def test_what_wraps_a_function_is_one(name: str, text: str, said: str) -> None:
+@pytest.mark.parametrize(("name", "text", "output"), [("cached", '{"a": 2}', "4"), ("price", "kettle", "3")])
+def test_a_wrapped_function_is_a_tool(name: str, text: str, output: str) -> None:
     for _ in range(2):
-        assert build_by_name("tools", f"{__name__}:{name}", None, None).run_text(text).text == said
+        assert build_by_name("tools", f"{__name__}:{name}", None, None).run_text(text).text == output
 
 
-def test_what_is_no_tool_is_told_with_what_a_tool_has() -> None:
+def test_a_plug_in_that_is_no_tool_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"NoTool is no tool: .* attribute name; a function"):
         ToolsConfig.model_validate({"tools": [f"{__name__}:NoTool"]})
     with pytest.raises(ConfigError, match="is no class and no function"):
         resolve("tools", f"{__name__}:__name__")
-    for typo, near in (("chached", "cached"), ("Shopp", "Shop"), ("Shop.pirce", "price"), ("PRICE", "price")):
-        with pytest.raises(ConfigError, match=f"has no '{typo}', did you mean {near}?"):
+    for typo, suggestion in (
+        ("chached", "cached"),
+        ("Shopp", "Shop"),
+        ("Shop.pirce", "price"),
+        ("PRICE", "price"),
+    ):
+        with pytest.raises(ConfigError, match=f"has no '{typo}', did you mean {suggestion}?"):
             resolve("tools", f"{__name__}:{typo}")
 
 
-def test_a_fault_of_the_infrastructure_is_one() -> None:
+def test_a_tool_fault_is_raised() -> None:
     with pytest.raises(ToolFault, match="no power"):
         tool(shout).run_text("down")
 
 
-def test_a_function_without_hints_is_refused_before_anything_runs() -> None:
+def test_a_function_without_hints_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"bare cannot be a tool: .*type hints and a docstring"):
         tool_class(bare)
 
@@ -688,11 +661,11 @@ def test_one_registry_for_text_and_arguments() -> None:
     tools = Toolset([plain, tool(add)])
     assert tools.names == ("plain", "add") and not isinstance(plain, SchemaTool)
     assert tool_schema(plain)["description"] == "Say it."
-    assert [one["name"] for one in tools.schemas] == ["plain", "add"]
+    assert [item["name"] for item in tools.schemas] == ["plain", "add"]
     assert tools.run_call(ToolCall(name="plain", arguments={"words": "hi"})).text == "hi"
     assert tools.run_call(ToolCall(name="plain", arguments={"words": " "})).failed
     assert tools.run_text("plain", "hi") == tools.run_call(ToolCall(name="plain", arguments={"words": "hi"}))
-    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
-    assert tools.call_key(ToolCall(name="add", arguments=one)) == tools.call_key(
+    item, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    assert tools.call_key(ToolCall(name="add", arguments=item)) == tools.call_key(
         ToolCall(name="add", arguments=other)
     )

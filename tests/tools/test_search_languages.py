@@ -33,7 +33,7 @@ def tool() -> SearchTool:
     return SearchTool([Passage(passage_id=key, title="", text=text) for key, text in TEXTS.items()])
 
 
-@pytest.mark.parametrize(("query", "found"), [
+@pytest.mark.parametrize(("query", "hits"), [
     ("首都", {"zh", "ja"}), ("中国的首都", {"zh", "ja"}), ("华北 平原", {"zh"}),
     ("日本", {"ja"}), ("東京都", {"ja"}), ("猫", {"ja"}), ("ﾀﾜｰ", {"ja"}), ("猫咪", {"ja"}),
     ("수도", {"ko"}), ("대한민국", {"ko"}), ("\u1109\u116e\u1103\u1169", {"ko"}),
@@ -42,8 +42,8 @@ def tool() -> SearchTool:
     ("台湾 H100", {"mixed"}), ("H100", {"mixed"}), ("2023", {"mixed"}), ("gpu芯片", {"mixed"}),
     ("Donau", {"de"}), ("南極", set()), ("바나나", set()),
 ])  # fmt: skip
-def test_words_are_found_inside_runs_without_blanks(tool: SearchTool, query: str, found: set[str]) -> None:
-    assert {passage.passage_id for passage in tool.run(query).passages} == found
+def test_words_are_found_in_text_without_blanks(tool: SearchTool, query: str, hits: set[str]) -> None:
+    assert {passage.passage_id for passage in tool.run(query).passages} == hits
 
 
 def test_permitted_line_breaks_inside_a_word_do_not_count() -> None:
@@ -55,7 +55,7 @@ LATIN = st.text(alphabet=st.characters(max_codepoint=0x0DFF), max_size=60)
 
 
 @given(LATIN)
-def test_terms_of_languages_with_blanks_are_what_they_were(text: str) -> None:
+def test_terms_of_languages_with_blanks_are_words(text: str) -> None:
     import re
     import unicodedata
 
@@ -65,12 +65,12 @@ def test_terms_of_languages_with_blanks_are_what_they_were(text: str) -> None:
 
 
 @given(st.text(max_size=60))
-def test_no_text_breaks_the_terms(text: str) -> None:
+def test_query_terms_are_index_terms_of_any_text(text: str) -> None:
     assert set(query_terms(text)) <= set(terms(text))
 
 
 @pytest.mark.parametrize("language", ["zh", "ja", "th", "km"])
-def test_a_long_page_is_read_where_the_words_are(language: str) -> None:
+def test_the_passage_with_the_words_is_read_from_a_long_page(language: str) -> None:
     other = {"zh": "说的是别的事情。", "ja": "これはほかのことだ。", "th": "เรื่องอื่น ",
              "km": "រឿង។"}[language]  # fmt: skip
     page = Page(address="u", title="", text=other * 200 + TEXTS[language] + other * 200)
@@ -79,7 +79,7 @@ def test_a_long_page_is_read_where_the_words_are(language: str) -> None:
     assert word in read and NO_MATCH not in read
 
 
-def test_sentences_without_blanks_are_kept_as_they_were_written() -> None:
+def test_sentences_without_blanks_are_unchanged() -> None:
     text = "一二。三四！五六？！七"
     assert list(split_passages(text, 100)) == [text]
     assert list(split_passages(text, 4)) == ["一二。", "三四！", "五六？！", "七"]
@@ -125,7 +125,7 @@ def test_passages_without_titles_are_pages_of_their_own(
     )
 
 
-def test_a_page_that_nothing_names_is_refused(tmp_path: Path) -> None:
+def test_a_page_without_a_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "pages.jsonl"
     path.write_text('{"title": null, "text": "a"}\n')
     with pytest.raises(DataError, match=r"pages.jsonl:1: a page needs a title, a url or an id"):
@@ -137,7 +137,7 @@ def test_a_page_that_nothing_names_is_refused(tmp_path: Path) -> None:
         load_passages(path)
 
 
-def test_a_title_that_is_a_number_and_the_id_of_a_page_without_title_stay_apart(tmp_path: Path) -> None:
+def test_a_title_takes_precedence_over_an_equal_id(tmp_path: Path) -> None:
     path = tmp_path / "pages.jsonl"
     path.write_text('{"id": 1, "title": "2", "text": "two"}\n{"id": 2, "title": null, "text": "other"}\n')
     pages = PageCollection.load(path)

@@ -2,7 +2,6 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,10 +29,10 @@ def record_run(root: Path) -> Path:
     calls = itertools.count()
     step = ToolEnvironment.step
 
-    def flaky(environment: ToolEnvironment, message: Any) -> StepResult:
+    def flaky(environment: ToolEnvironment, action: str) -> StepResult:
         if next(calls) % 11 == 9:
             raise ToolFault(REASON)
-        return step(environment, message)
+        return step(environment, action)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ToolEnvironment, "step", flaky)

@@ -7,15 +7,13 @@ import pytest
 
 from outrider.algorithms.reflexion import NUM_SHOWN, ReflexionHook
 from outrider.cli import main
-from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import EnvironmentFault
 from outrider.rollout.settings import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
-from outrider.training.settings import RunSettings
-from outrider.types import Origin
+from outrider.types import Origin, Task
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.training.tool_run import write_tool_run
 
@@ -79,10 +77,12 @@ def test_a_trial_shows_its_tokens_and_without_any_result_it_is_an_error(
     run = recipe.parent / "shown"
     options = [*MEMORY, "--adapt", "2", "--progress", "plain"]
     assert main(["eval", str(recipe), *options, "--run", str(run)]) == 0
-    told = capsys.readouterr().out
-    assert "tips, trial 1: start, 3 to do" in told and "generated" in told and "tips, trial 2 3/3" in told
+    output = capsys.readouterr().out
+    assert (
+        "tips, trial 1: start, 3 to do" in output and "generated" in output and "tips, trial 2 3/3" in output
+    )
 
-    def refuse(environment: ToolEnvironment, seed: int) -> None:
+    def refuse(environment: ToolEnvironment, task: Task, seed: int) -> None:
         raise EnvironmentFault("no simulator today")
 
     monkeypatch.setattr(ToolEnvironment, "reset", refuse)
@@ -132,9 +132,3 @@ def test_plans_come_from_failures_and_only_the_last_are_shown() -> None:
     assert "plan 0" not in shown[4][0] and "plan 3" in shown[4][0]
     # the solved trial wrote none
     assert hook.plans["task 0", 0] == ["plan 0.", "plan 1.", "plan 2.", "plan 3."]
-
-
-def test_a_recipe_for_every_environment_is_valid() -> None:
-    for path in sorted((Path(__file__).parents[2] / "recipes").glob("*.toml")):
-        settings = load_settings(RunSettings, file=path)
-        assert settings.train.num_steps > 0, path

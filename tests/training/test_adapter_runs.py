@@ -42,22 +42,22 @@ def folder_of(model_type: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "told"),
+    ("model_type", "reason"),
     [
         pytest.param("qwen3_moe", None, marks=pytest.mark.long),
         pytest.param("phi3", "self_attn.qkv_proj", marks=pytest.mark.slow),
     ],
 )
 def test_train_export_evaluate_resume(
-    model_type: str, told: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_type: str, reason: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, run, recipe = folder_of(model_type, tmp_path / "model"), tmp_path / "run", tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(model=model), encoding="utf-8")
     assert cli.main(["train", str(recipe), "--run", str(run), "--progress", "plain"]) == 0
     notes = [json.loads(line)["text"] for line in (run / "notes.jsonl").read_text().splitlines()]
     lora = [note for note in notes if note.startswith("model.lora: ")]
-    assert len(lora) == (told is not None)
-    assert told is None or f"none on {told}" in lora[0]
+    assert len(lora) == (reason is not None)
+    assert reason is None or f"none on {reason}" in lora[0]
 
     assert cli.main(["export", str(run), "--out", str(tmp_path / "out")]) == 0
     checkpoint = export_run(run, tmp_path / "again")

@@ -64,7 +64,7 @@ def test_a_merged_weight_is_the_sum_in_float64_rounded_once() -> None:
     assert found["model.norm.weight"].data_ptr() == policy.model.model.norm.weight.data_ptr()
 
 
-def test_an_engine_that_does_not_say_so_gets_no_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_without_support_for_adapters_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = {
         "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "model": {"lora": {"rank": 2}},
         "engine": {"type": "vllm"},

@@ -150,8 +150,8 @@ def test_every_linear_layer_with_an_adapter(
     # a router that is more than a product, and a layer whose weights a kernel of Mamba reads
     fixed = {"llama4_text": {"router"}, "falcon_h1": {"out_proj"}}.get(architecture.model_type, set())
     assert {name.rpartition(".")[2] for name in left} == fixed
-    told = coverage(policy.model, lora)
-    assert all(name in told for name in fixed)
+    reason = coverage(policy.model, lora)
+    assert all(name in reason for name in fixed)
 
 
 @pytest.mark.parametrize("architecture", CHOSEN, ids=lambda one: one.title)
@@ -167,8 +167,8 @@ def test_the_default_names_or_the_reason_in_one_line(
         assert architecture.model_type in ("gpt_neox", "gpt2")
         return
     require_exported(policy, base, tmp_path / "out")
-    told = coverage(policy.model, lora)
-    assert "\n" not in told
+    reason = coverage(policy.model, lora)
+    assert "\n" not in reason
     expected = {
         "phi3": "none on self_attn.qkv_proj, mlp.gate_up_proj", "mixtral": "mlp.experts.gate_up_proj",
         "gpt_oss": "mlp.experts.gate_up_proj", "llama": "", "qwen3": "", "qwen3_moe": "",
@@ -177,7 +177,7 @@ def test_the_default_names_or_the_reason_in_one_line(
     }  # fmt: skip
     wanted = expected.get(architecture.model_type)
     if wanted is not None:
-        assert (wanted in told) if wanted else told == ""
+        assert (wanted in reason) if wanted else reason == ""
 
 
 @pytest.mark.parametrize("model_type", EXPERTS)

@@ -93,7 +93,7 @@ def advice() -> Advice:
 
 
 @pytest.mark.parametrize(
-    ("trace", "told"),
+    ("trace", "reason"),
     [
         (trace_of(3, text="so I think"), "4 of 4 rollouts ended without a closing tag; a cold start"),
         (trace_of(1, outcome=Outcome.INVALID), "4 ended with a turn that the environment cannot read; a"),
@@ -102,13 +102,13 @@ def advice() -> Advice:
         (trace_of(1), "4 ended without success and all rollouts of a group have the same return"),
     ],
 )
-def test_a_step_without_signal_says_why_and_what_helps(trace: Trace, told: str) -> None:
+def test_a_step_without_signal_is_explained(trace: Trace, reason: str) -> None:
     [line] = advice().lines([trace], step=3, values=NO_SIGNAL)
-    assert line.startswith("ALARM: step 3: ") and told in line
+    assert line.startswith("ALARM: step 3: ") and reason in line
 
 
 @pytest.mark.parametrize(
-    ("counted", "told"),
+    ("counted", "reason"),
     [
         ({}, "from the second turn on, and 4 of them ended in their first turn"),
         ({"retrieval/rate": 0.0, "retrieval/num_no_candidate": 5.0}, "the buffer held no step for 5"),
@@ -117,16 +117,16 @@ def test_a_step_without_signal_says_why_and_what_helps(trace: Trace, told: str) 
         ({"retrieval/rate": 0.0}, "no turn drew a retrieval"),
     ],
 )
-def test_retrieval_of_nothing_says_why(counted: dict[str, float], told: str) -> None:
+def test_a_step_without_retrieval_is_explained(counted: dict[str, float], reason: str) -> None:
     traces = [trace_of(1, mode=HYBRID)]
     [line] = advice().lines(traces, step=1, values=RETRIEVED_NOTHING | counted)
-    assert "none of 4 hybrid rollouts got a retrieved step" in line and told in line
+    assert "none of 4 hybrid rollouts got a retrieved step" in line and reason in line
 
 
-def test_an_advice_comes_again_after_some_steps_and_not_in_each() -> None:
+def test_the_same_advice_is_repeated_only_every_few_steps() -> None:
     one = advice()
-    told = [len(one.lines([trace_of(1)], step=step, values=NO_SIGNAL)) for step in range(1, 14)]
-    assert told == [1] + [0] * 9 + [1, 0, 0]
+    reason = [len(one.lines([trace_of(1)], step=step, values=NO_SIGNAL)) for step in range(1, 14)]
+    assert reason == [1] + [0] * 9 + [1, 0, 0]
     assert one.lines([trace_of(1)], step=14, values=NO_SIGNAL | {"group/fraction_without_signal": 0.5}) == []
     assert len(one.lines([trace_of(1)], step=15, values=NO_SIGNAL)) == 1
     lost = NO_SIGNAL | {"rollout/num_masked": 4.0}  # faults have an alarm of their own

@@ -26,7 +26,7 @@ from outrider.types import Message, Origin, Outcome, Task
 from tests.training.tool_run import write_tool_run
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
-Reset = Callable[[ToolEnvironment, int], Sequence[Message]]
+Reset = Callable[[ToolEnvironment, Task, int], Sequence[Message]]
 Record = Callable[[ToolEnvironment], EpisodeResult]
 
 
@@ -46,24 +46,24 @@ def train(recipe: Path, name: str, *overrides: str) -> Path:
     return run
 
 
-def test_a_run_says_why_rollouts_were_lost_and_tried_again(
+def test_a_run_reports_lost_and_retried_rollouts(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     reset: Reset = ToolEnvironment.reset
     num_calls = 0
 
-    def flaky(environment: ToolEnvironment, seed: int) -> Sequence[Message]:
+    def flaky(environment: ToolEnvironment, task: Task, seed: int) -> Sequence[Message]:
         nonlocal num_calls
         num_calls += 1
         if num_calls % 3 == 0:
             raise EnvironmentFault("the simulator hung up")
-        return reset(environment, seed)
+        return reset(environment, task, seed)
 
     monkeypatch.setattr(ToolEnvironment, "reset", flaky)
     run = train(recipe, "flaky", "train.max_retries=1")
-    told = capsys.readouterr().out
-    assert "the simulator hung up" in told and "tries were repeated" in told
-    [before] = [line for line in told.splitlines() if line.startswith("before training: ")]
+    output = capsys.readouterr().out
+    assert "the simulator hung up" in output and "tries were repeated" in output
+    [before] = [line for line in output.splitlines() if line.startswith("before training: ")]
     assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
     record = next(
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line
@@ -71,7 +71,7 @@ def test_a_run_says_why_rollouts_were_lost_and_tried_again(
     assert record["rollout/num_retries"] >= 1 and record["rollout/num_close_faults"] == 0
 
 
-def test_a_run_s_budget_of_policy_tokens_counts_the_tries_that_a_fault_broke(
+def test_the_budget_of_policy_tokens_counts_failed_tries(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record_of: Record = ToolEnvironment.result
@@ -105,7 +105,7 @@ def test_an_evaluation_in_which_every_rollout_was_lost_is_no_result(
     assert not (run / "evaluations.jsonl").exists() or not (run / "evaluations.jsonl").read_text()
 
 
-def _refuse(environment: object, seed: int) -> None:
+def _refuse(environment: object, task: Task, seed: int) -> None:
     raise EnvironmentFault("no simulator today")
 
 
@@ -124,7 +124,7 @@ def test_a_step_without_any_rollout_is_an_alarm_with_its_reason(recipe: Path) ->
     )
 
 
-def test_a_quiet_step_says_nothing(recipe: Path) -> None:
+def test_a_step_without_problems_has_no_alarm(recipe: Path) -> None:
     values = {
         "rollout/num": 8.0,
         "rollout/num_masked": 0.0,

@@ -132,7 +132,7 @@ def test_a_real_expert_gets_the_real_return() -> None:
     factory.close()
 
 
-def test_an_endpoint_fills_the_buffer_and_a_second_run_asks_nothing(
+def test_an_endpoint_fills_the_buffer_and_a_second_build_requests_nothing(
     family: ToyTaskSet, tmp_path: Path, capsys: Any
 ) -> None:
     with chat_server(lambda asked: models() if asked.path.endswith("models") else solver(asked)) as server:
@@ -272,7 +272,7 @@ def test_an_import_prints_what_it_left_out(tmp_path: Path, capsys: Any) -> None:
     counts = table(text)
     assert counts["left out: column 'tools'"] == "1" and counts["num_malformed"] == "1"
     assert counts["left out: 'weight' of messages of the role assistant"] == "1"
-    assert "a.jsonl:2: message 0 holds a part of the type 'image_url': Outrider trains on text" in text
+    assert "a.jsonl:2: message 0 contains a part of the type 'image_url': Outrider trains on text" in text
 
 
 def test_an_import_that_was_stopped_continues_to_the_same_contents(

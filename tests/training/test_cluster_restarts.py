@@ -13,7 +13,7 @@ from outrider.training.restarts import Allowance, run_with_restarts
 def played(
     ends: list[Exception | None], *, limit: int = 2, times: list[float] | None = None, stop: bool = False
 ) -> tuple[list[int], list[str], list[str]]:
-    """Attempts that end like this, one after the other; their numbers, what was closed, and what was told."""
+    """Attempts that end like this, one after the other; their numbers, the calls in order, and the notes."""
     begun: list[int] = []
     happened: list[str] = []
     notes: list[str] = []
@@ -52,7 +52,7 @@ def test_parts_are_closed_before_others_are_made() -> None:
     assert begun == [0, 1]
     assert happened == ["trained 0", "closed 0", "trained 1", "closed 1"]
     assert notes == [
-        "trainer rank 1 died in update; all processes begin anew from the newest checkpoint, "
+        "trainer rank 1 died in update; all processes restart from the newest checkpoint, "
         "repair 1 of 2 within an hour"
     ]
 

@@ -1,20 +1,26 @@
-"""What is damaged or gone is noticed before it is used, in one line. In process."""
+"""Damaged and missing files are noticed before they are used, in one line."""
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider import files as json_lines
+from outrider.cli import main
+from outrider.config import load_settings
 from outrider.errors import CheckpointError, DataError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.training.checkpoint import read_checksummed, write_checksummed
-from tests.training.short_runs import assert_same, begin, interrupted, resume
+from outrider.training.run_dir import RunDirectory
+from outrider.training.settings import RunSettings
+from outrider.training.setup import open_buffer
+from tests.training.short_runs import assert_same, begin, content, interrupted, resume, rewrite_state
 from tests.training.tool_run import write_tool_run
 
 EMPO2 = (
@@ -44,11 +50,18 @@ def killed(empo2: Path, tmp_path: Path) -> Path:
 
 
 def newest(run: Path) -> Path:
-    return run / "checkpoints" / "step-000001" / "state.json"
+    return run / "checkpoints" / "step-000001"
 
 
-def change_cursor(state: dict[str, Any]) -> None:
-    state["task_cursor"] += 1
+def write_state(text: str, checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_text(text)
+
+
+def change(edit: Callable[[dict[str, Any]], object], checkpoint: Path) -> None:
+    """Without a new checksum."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    edit(state)
+    write_state(json.dumps(state), checkpoint)
 
 
 def change_tip(state: dict[str, Any]) -> None:
@@ -58,93 +71,88 @@ def change_tip(state: dict[str, Any]) -> None:
     tip["text"] = tip["text"] + "!"
 
 
-@pytest.mark.parametrize("change", [change_cursor, change_tip])
-def test_a_changed_value_of_the_state_is_not_continued_from(
-    change: Callable[[dict[str, Any]], None], empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It went on to other results; now the step before is where it goes on, to the same ones."""
-    state = json.loads(newest(killed).read_text())
-    change(state)
-    newest(killed).write_text(json.dumps(state))
-    resume(killed, progress="plain")
-    told = capsys.readouterr().out
-    assert "DAMAGED CHECKPOINT" in told and "the contents of state.json are not what was written" in told
-    assert_same(empo2, killed)
+def leave_out(key: str, checkpoint: Path) -> None:
+    with rewrite_state(checkpoint) as state:
+        del state[key]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "null",
-        "",
-        '{"checksums": {}}',
-        "[" * 100_000,
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("[]", "{}", '{"checksums": null}', "\x00")),
-    ],
-)
-def test_a_state_that_is_none_falls_back_to_the_checkpoint_before(
-    content: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    newest(killed).write_text(content)
-    resume(killed, progress="plain")
-    assert "DAMAGED CHECKPOINT, going back to an older one" in capsys.readouterr().out
-    assert_same(empo2, killed)
+def truncate_weights(checkpoint: Path) -> None:
+    path = checkpoint / "masters.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "step",
-        "memory",
-        *(
-            pytest.param(one, marks=pytest.mark.slow)
-            for one in ("num_policy_tokens", "num_metric_records", "hook_counts", "num_optimizer_steps")
-        ),
-    ],
-)
-def test_a_state_that_lacks_a_key_is_damaged(
-    key: str, empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state = read_checksummed(newest(killed))
-    del state[key]
-    write_checksummed(newest(killed), state)
-    resume(killed, progress="plain")
-    assert f"state.json lacks '{key}'" in capsys.readouterr().out
-    assert_same(empo2, killed)
+def flip_a_bit(checkpoint: Path) -> None:
+    """In the last value: safetensors reads it without a word."""
+    path = checkpoint / "optimizer.safetensors"
+    changed = bytearray(path.read_bytes())
+    changed[-1] ^= 1
+    path.write_bytes(changed)
 
 
-def test_a_state_without_a_checksum_falls_back_to_the_checkpoint_before(
+NOT_WRITTEN = "are not what was written"
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    *((partial(write_state, text), "") for text in ("null", "", "[]", "{}", "\x00", "[" * 100_000)),
+    *((partial(write_state, f'{{"checksums": {value}}}'), "no checksum") for value in ("{}", "null")),
+    (partial(change, lambda state: state.update(task_cursor=9)), NOT_WRITTEN),
+    (partial(change, change_tip), NOT_WRITTEN),
+    (partial(change, lambda state: state.update(own_checksun=state.pop("own_checksum"))), "no checksum"),
+    *(
+        (partial(leave_out, key), f"state.json lacks '{key}'")
+        for key in ("step", "memory", "num_policy_tokens", "num_metric_records", "hook_counts",
+                    "num_optimizer_steps")
+    ),
+    (truncate_weights, "masters.safetensors"),
+    (flip_a_bit, "optimizer.safetensors"),
+    (lambda checkpoint: (checkpoint / "state.json").unlink(), "state.json is missing"),
+]  # fmt: skip
+
+
+def test_damaged_checkpoints_give_way_to_an_older_one_and_the_bits_are_the_same(
     empo2: Path, killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Damage that took the name of the checksum away would go unnoticed."""
-    state = json.loads(newest(killed).read_text())
-    state["own_checksun"] = state.pop("own_checksum")
-    newest(killed).write_text(json.dumps(state))
+    """Newer checkpoints with one damage each: the run goes back behind all of them."""
+    for number, (damage, _) in enumerate(DAMAGES, start=11):
+        damage(Path(shutil.copytree(newest(killed), newest(killed).with_name(f"step-{number:06d}"))))
     resume(killed, progress="plain")
-    assert "going back to an older one" in (said := capsys.readouterr().out) and "no checksum" in said
+    lines = capsys.readouterr().out.splitlines()
+    for number, (_, reason) in enumerate(DAMAGES, start=11):
+        [line] = [line for line in lines if f"step-{number:06d} is damaged: " in line]
+        assert line.startswith("DAMAGED CHECKPOINT, going back to an older one: ") and reason in line
+    assert "continuing from step 1" in lines
     assert_same(empo2, killed)
 
 
-def test_without_an_older_checkpoint_there_is_one_line(killed: Path) -> None:
-    shutil.rmtree(killed / "checkpoints" / "step-000000")
-    newest(killed).write_text("null")
-    with pytest.raises(CheckpointError, match=r"step-000001 is damaged: state\.json holds no object"):
-        resume(killed)
+def test_only_damaged_checkpoints_are_one_line_and_nothing_starts_over(
+    killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for checkpoint in (killed / "checkpoints").iterdir():
+        truncate_weights(checkpoint)
+    before = content(killed)
+    assert main(["train", "--resume", str(killed), "--progress", "none"]) == 1
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1 and "is damaged" in output
+    assert {name: content(killed)[name] for name in before} == before
 
 
 @pytest.mark.parametrize(
     "line", ["null", "[]", '{"label": "before training"}', "\x00" * 40, '{"label": null', "[" * 100_000]
 )
-@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
-def test_a_line_that_is_no_record_is_named(name: str, line: str, killed: Path) -> None:
-    _, *others = (killed / name).read_text().splitlines()
-    (killed / name).write_text("".join(f"{one}\n" for one in [line, *others]))
-    with pytest.raises(DataError, match=f"{name} line 1 is damaged"):
+def test_an_evaluation_that_is_no_record_is_named(line: str, killed: Path) -> None:
+    _, *others = (killed / "evaluations.jsonl").read_text().splitlines()
+    (killed / "evaluations.jsonl").write_text("".join(f"{one}\n" for one in [line, *others]))
+    with pytest.raises(DataError, match=r"evaluations\.jsonl line 1 is damaged"):
+        RunDirectory(killed).finished_evaluations()
+
+
+def test_damaged_metrics_and_a_full_disk_end_a_resumed_run(
+    killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = killed / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text(f"null\n{before}")
+    with pytest.raises(DataError, match=r"metrics\.jsonl line 1 is damaged"):
         resume(killed)
-
-
-def test_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was "Bad file descriptor": of the metrics' file, which was closed before the new one was written."""
+    metrics.write_text(before)
 
     def full(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -154,29 +162,31 @@ def test_a_full_disk_is_called_one(killed: Path, monkeypatch: pytest.MonkeyPatch
         resume(killed)
 
 
-def test_an_empty_buffer_that_was_given_is_not_the_experts_doing(recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
+def test_lines_from_before_the_checkpoint_cannot_be_made_again(name: str, killed: Path) -> None:
+    """A lost first line of the evaluations was made again, with the weights of now."""
+    (killed / name).write_text("")
+    with pytest.raises(
+        CheckpointError, match=f"{name} has 0 lines, its checkpoint was saved at .*put the file back"
+    ):
+        resume(killed)
+
+
+def test_an_empty_buffer_and_one_that_is_gone_are_named(recipe: Path, tmp_path: Path) -> None:
+    """No new buffer is made in place of a lost one."""
     empty = tmp_path / "empty.sqlite"
     StepTraceBuffer(empty, load_embedder("hash"), mode="write").close()
-    with pytest.raises(DataError, match=r"the step-trace buffer .*empty\.sqlite is empty$"):
-        begin(recipe, tmp_path / "run", f"buffer.path={empty}")
-
-
-def test_a_buffer_of_the_run_that_is_gone_is_missing(recipe: Path, tmp_path: Path) -> None:
-    """A new one was made in its place, and then was empty because no expert had solved a task."""
-    run = interrupted(begin(recipe, tmp_path / "run", "buffer.evolve=true"))
-    (run / "buffer.sqlite").unlink()
-    with pytest.raises(CheckpointError, match=r"buffer\.sqlite is missing"):
-        resume(run)
-    assert not (run / "buffer.sqlite").exists()
-
-
-def test_a_missing_reference_is_missing_and_not_damaged(recipe: Path, tmp_path: Path) -> None:
-    plain = recipe.with_name("kl.toml")
-    plain.write_text(recipe.read_text().replace("num_hybrid = 2", ""))
-    run = interrupted(begin(plain, tmp_path / "run", "algorithm.type=grpo", "algorithm.kl_weight=0.5"))
-    (run / "reference.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"reference\.safetensors is missing"):
-        resume(run)
+    for overrides, path, error, message in (
+        ([f"buffer.path={empty}"], tmp_path / "unused", DataError, r"buffer .*empty\.sqlite is empty$"),
+        (["buffer.evolve=true"], tmp_path / "gone.sqlite", CheckpointError, r"gone\.sqlite is missing"),
+    ):
+        settings = load_settings(RunSettings, file=recipe, overrides=overrides)
+        with pytest.raises(error, match=message):
+            open_buffer(
+                settings, path=path, task_set=None, factory=None, train_tasks=(), resumed=True,  # type: ignore[arg-type]
+                note=print, count_tokens=len,
+            )  # fmt: skip
+        assert not path.exists()
 
 
 def test_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, killed: Path) -> None:
@@ -189,13 +199,3 @@ def test_a_file_that_is_named_like_a_checkpoint_is_none_and_stays(empo2: Path, k
     assert_same(empo2, killed)
     assert notes.with_name("step-000002.not-a-checkpoint").read_text() == "notes"
     assert (killed / "checkpoints" / "step-000009").read_text() == "more notes"
-
-
-@pytest.mark.parametrize("name", ["evaluations.jsonl", "metrics.jsonl"])
-def test_lines_that_training_went_on_from_cannot_be_made_again(name: str, killed: Path) -> None:
-    """A lost first line of the evaluations was made again, with the weights of now."""
-    (killed / name).write_text("")
-    with pytest.raises(
-        CheckpointError, match=f"{name} has 0 lines, its checkpoint was saved at .*put the file back"
-    ):
-        resume(killed)

@@ -1,4 +1,4 @@
-"""Asking experts: what hangs is given up, closed and told; a mistake of the user stays one."""
+"""Expert paths: timeouts, retries and faults; errors of the settings stay what they are."""
 
 import threading
 import time
@@ -48,7 +48,7 @@ class Stubborn(ToyTaskSet):
 
 
 @pytest.mark.parametrize(("num_hangs", "num_asked"), [(1, 2), (9, 2)])
-def test_an_expert_that_hangs_is_given_up_and_asked_again(num_hangs: int, num_asked: int) -> None:
+def test_an_expert_that_hangs_times_out_and_is_retried(num_hangs: int, num_asked: int) -> None:
     family = Stubborn(num_hangs)
     began = time.monotonic()
     paths, reasons = request_expert_paths(
@@ -75,7 +75,7 @@ def test_a_mistake_in_the_settings_is_no_fault(monkeypatch: pytest.MonkeyPatch) 
         request_expert_paths(family, family.tasks("train"), settings(), training_step=0)
 
 
-def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_an_expert_is_retried_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     family = ToyTaskSet()
     asked: list[str] = []
 
@@ -91,7 +91,7 @@ def test_a_fault_is_tried_again_and_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])
-def test_experts_are_asked_about_the_episode_that_is_played(step: int) -> None:
+def test_an_expert_path_belongs_to_the_episode_that_is_played(step: int) -> None:
     """The toy's hidden number comes from the seed of the reset, and so does what its expert answers."""
     family, chosen = ToyTaskSet(1), settings()
     [task] = family.tasks("train")

@@ -29,7 +29,7 @@ from tests.training.test_pack_update import (  # noqa: F401
 
 
 class Scheduled(Recorder):
-    """Remembers the learning rates that it was told."""
+    """Records the learning rates of its steps."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__(model, shift)
@@ -103,7 +103,7 @@ def test_a_skipped_batch_advances_neither_warm_up_nor_decay() -> None:
     assert skipping[0] == plain[0]
 
 
-def test_only_solved_rollouts_and_only_what_the_policy_says_are_imitated() -> None:
+def test_only_policy_tokens_of_solved_rollouts_are_imitated() -> None:
     traces, paths = solved()
     kept = [path for trace in traces for leaf, path in trace.rollouts() if leaf.success]
     assert [path.nodes for path in paths] == kept and [path.rollout_index for path in paths] == list(

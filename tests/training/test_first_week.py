@@ -100,15 +100,17 @@ def dry(recipe: Path, *overrides: str) -> int:
     return main(["train", str(recipe), "--dry-run", *overrides])
 
 
-def test_dry_run_says_what_is_there_and_reads_back(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_describes_the_data_and_prints_a_valid_recipe(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert dry(recipe) == 0
     shown = capsys.readouterr().out
-    for told in (
+    for reason in (
         "# tasks: 4, all with answers to train on", "# tasks: 2, all with answers to evaluate on",
         "# tools: multiply", f"# model: {recipe.parent / 'model'}", '"description": "Multiply two numbers."',
         "# | Five?",
     ):  # fmt: skip
-        assert told in shown
+        assert reason in shown
     again = recipe.with_name("shown.toml")
     again.write_text(shown)
     assert api.run_settings(again) == api.run_settings(recipe)
@@ -138,13 +140,13 @@ BROKEN = {
 def test_dry_run_refuses_data_in_one_line(
     name: str, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    content, told = BROKEN[name]
+    content, reason = BROKEN[name]
     (recipe.parent / "train.jsonl").unlink()
     if content is not None:
         (recipe.parent / "train.jsonl").write_bytes(content)
     assert dry(recipe) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line and line.startswith("outrider: ")
+    assert reason in line and line.startswith("outrider: ")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_dry_run_accepts_usual_files(content: bytes, recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reason"),
     [
         (["trackers=['wandb']"], "tracker 'wandb' needs an extra: pip install 'outrider[wandb]'"),
         (["model.name=empty"], "/empty': the folder has no config.json"),
@@ -175,7 +177,7 @@ def test_dry_run_accepts_usual_files(content: bytes, recipe: Path) -> None:
 )
 def test_dry_run_refuses_what_a_run_would_miss(
     overrides: list[str],
-    told: str,
+    reason: str,
     recipe: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -186,7 +188,7 @@ def test_dry_run_refuses_what_a_run_would_miss(
     monkeypatch.setattr(trackers, "_PACKAGES", {"wandb": "no_such_package"})
     assert dry(recipe, *overrides) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert reason in line
 
 
 def test_an_environment_that_breaks_is_one_line(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -331,8 +333,8 @@ def test_an_evaluation_with_tools_plays_as_the_run(
     shown = capsys.readouterr().out
     assert "IN TRAINING" not in shown
     settings = (tmp_path / "on/evaluation.toml").read_text()
-    for told in ('protocol = "hermes"', 'prompt = "short"', "max_calls = 2", "max_turn_tokens = 3"):
-        assert told in settings
+    for reason in ('protocol = "hermes"', 'prompt = "short"', "max_calls = 2", "max_turn_tokens = 3"):
+        assert reason in settings
     other = [*common, "--tools", "on", "--run", str(tmp_path / "other"), "environment.max_calls=1"]
     assert main(other) == 0
     assert "OTHER SETTINGS THAN IN TRAINING: environment.max_calls = 1 (run: 2)" in capsys.readouterr().out
@@ -408,19 +410,19 @@ class Silent:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "reason"),
     [("environment", "an environment"), ("algorithm", "an algorithm"), ("engine", "an engine")],
 )
-def test_an_object_of_another_kind_is_one_line(kind: str, told: str, recipe: Path, tmp_path: Path) -> None:
+def test_an_object_of_another_kind_is_one_line(kind: str, reason: str, recipe: Path, tmp_path: Path) -> None:
     for wrong in (object(), [1], lambda: None):
-        with pytest.raises(ConfigError, match=f"is not {told}: it has no method"):
+        with pytest.raises(ConfigError, match=f"is not {reason}: it has no method"):
             outrider.train(recipe, run=tmp_path / "run", **{kind: wrong})
     with pytest.raises(ConfigError, match="is a class: give an object of it"):
         outrider.train(recipe, run=tmp_path / "run", **{kind: NoEnvironment})
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "reason"),
     [
         ("environment={type='tests.training.test_first_week:NoEnvironment'}", "is not an environment"),
         ("algorithm={type='tests.training.test_first_week:Silent'}", "is not an algorithm"),
@@ -431,16 +433,16 @@ def test_an_object_of_another_kind_is_one_line(kind: str, told: str, recipe: Pat
         ),
         ("buffer.embedder='tests.training.test_first_week:NoEnvironment'", "is not an embedder"),
         ("environment.protocol='tests.training.test_first_week:NoEnvironment'", "is not a call format"),
-        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is no tool"),
+        ("environment.tools=['tests.training.test_first_week:NoEnvironment']", "is not a tool"),
         ("environment.tools=['tests.training.test_first_week:DATA']", "is no class and no function"),
     ],
 )
 def test_a_class_of_another_kind_is_one_line(
-    override: str, told: str, recipe: Path, capsys: pytest.CaptureFixture[str]
+    override: str, reason: str, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dry(recipe, override) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert reason in line
 
 
 def test_a_tracker_needs_no_identity(recipe: Path, tmp_path: Path) -> None:

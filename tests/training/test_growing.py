@@ -82,7 +82,7 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
 
 
 @pytest.mark.long
-def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
+def test_an_extended_run_that_is_killed_continues_with_its_new_length(
     ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def killed(self: trainer.Trainer) -> None:
@@ -95,7 +95,10 @@ def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
     capsys.readouterr()
     resume(ended, progress="plain")
     said = capsys.readouterr().out
-    assert "DAMAGED" not in said and "train.num_steps is 3, was 2; the run goes on, to the same bits" in said
+    assert (
+        "DAMAGED" not in said
+        and "train.num_steps is 3, was 2; the run continues and reproduces the same bits" in said
+    )
     assert labels(ended) == [("before training", 0), ("step 2", 2), ("after RAPO", 3)]
     assert "num_steps = 3" in (ended / "config.toml").read_text()
     assert train(ended, "train.num_steps=3") == 0  # what it has already: the same command does no harm
@@ -107,12 +110,12 @@ def test_a_longer_run_that_is_killed_goes_on_with_its_new_length(
     [
         (
             ("optimizer.learning_rate=1",),
-            "optimizer.learning_rate cannot change in a run that goes on: it decides the results",
+            "optimizer.learning_rate cannot change in a resumed run: it decides the results",
         ),
         (("train.num_steps=3", "seed=4"), "seed cannot change"),
         (
             ("num_threads=2",),
-            "num_threads cannot change in a run that goes on: it changes how numbers are rounded",
+            "num_threads cannot change in a resumed run: it changes how numbers are rounded",
         ),
         (("train.max_retries=5",), "it may be changed in config.toml. These may: train.num_steps"),
         (("train.num_steps=1",), "train.num_steps may only grow: it is 2, 1 would end the run earlier"),
@@ -128,8 +131,8 @@ def test_all_else_is_refused_with_its_reason_and_changes_nothing(
 ) -> None:
     before = content(ended)
     assert train(ended, *overrides) == 2
-    told = capsys.readouterr().err
-    assert says in told and told.count("\n") == 1 and content(ended) == before
+    output = capsys.readouterr().err
+    assert says in output and output.count("\n") == 1 and content(ended) == before
 
 
 def test_a_schedule_that_ends_with_the_run_and_a_run_without_training_do_not_grow(

@@ -171,8 +171,8 @@ class Run:
 
     def train_step(self) -> None:
         self.flight.begin(self.newest)
-        told: list[str] = []
-        played = self.flight.collect(self.step, on_tick=told.append)
+        lines: list[str] = []
+        played = self.flight.collect(self.step, on_tick=lines.append)
         staleness_metrics(played.sampled.traces, version=self.version, limit=self.staleness)  # or raises
         self.player.pass_time(at_least=0)  # beside the update
         self.version += 1
@@ -226,7 +226,7 @@ def test_nothing_is_too_old_lost_or_out_of_order(
     for step, played in enumerate(run.trained):
         tasks, cursor = order.draw(per_step, cursor=cursor)
         sampled = played.sampled
-        assert [trace.task for trace in sampled.traces] == tasks and sampled.trained == sampled.traces
+        assert [trace.task for trace in sampled.traces] == tasks and sampled.selected == sampled.traces
         assert sampled.cursor == cursor and (sampled.num_extra_batches, sampled.is_filtered) == (0, False)
         for number, trace in enumerate(sampled.traces):
             assert sorted(trace.leaves) == list(range(SIZE))
@@ -311,7 +311,7 @@ def test_a_checkpoint_holds_groups_to_the_last_bit(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "queue.jsonl").read_text().splitlines()[0])["steps"][0]["step"] == 1
 
 
-def test_an_end_gives_up_what_is_under_way() -> None:
+def test_groups_in_progress_are_cancelled_at_the_end() -> None:
     run = Run(first, staleness=1, num_steps=2, per_step=1)
     run.train_step()
     run.flight.cancel()
@@ -337,7 +337,7 @@ FLIES = {"weights": "store", "batching": "stream", "in_flight": True, "max_stale
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "reason"),
     [
         ({"cluster": {"in_flight": False}}, "max_staleness above 1 needs in_flight"),
         ({"cluster": {"max_staleness": 0}}, "needs max_staleness of at least 1, and batching = stream"),
@@ -350,10 +350,10 @@ FLIES = {"weights": "store", "batching": "stream", "in_flight": True, "max_stale
         ({"algorithm": {"sampler_correction": None}}, "max_staleness needs algorithm.sampler_correction"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_refused_when_it_is_read(changed: dict[str, Any], reason: str) -> None:
     recipe: dict[str, Any] = {
         "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": FLIES,
     }  # fmt: skip
     validate(RunSettings, recipe)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reason):
         validate(RunSettings, {**recipe, **{key: recipe.get(key, {}) | one for key, one in changed.items()}})

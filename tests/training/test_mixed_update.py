@@ -257,7 +257,7 @@ def test_gradients_of_every_step_are_those_of_the_written_loss(
         assert report.metrics["ratio/clip_fraction_low"] > 0
 
 
-def test_no_measure_and_no_gate_looks_at_foreign_tokens() -> None:
+def test_no_metric_and_no_check_of_the_engine_uses_off_policy_tokens() -> None:
     """What an engine of today is held against are its own tokens: an old author, or a demonstrator, is no
     fault of it.
     """

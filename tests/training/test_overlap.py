@@ -44,7 +44,7 @@ def sampled(*traces: Trace, trained: tuple[Trace, ...] | None = None) -> Sampled
     return SampledStep(
         is_filtered=trained is not None,
         traces=list(traces),
-        trained=list(traces if trained is None else trained),
+        selected=list(traces if trained is None else trained),
         faults=Counter(retries=2, tool_fault=1),
         fault_reasons=("it broke",),
         num_extra_batches=1,
@@ -53,7 +53,7 @@ def sampled(*traces: Trace, trained: tuple[Trace, ...] | None = None) -> Sampled
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_nothing_is_taken_in_before_the_step_is_on_record(seed: int) -> None:
+def test_nothing_is_absorbed_before_the_step_is_recorded(seed: int) -> None:
     """Whoever is slower, and with further rounds for groups that a filter left out."""
     draw = random.Random(seed)
     rounds, happened = draw.randint(1, 3), []
@@ -85,7 +85,7 @@ def test_nothing_is_taken_in_before_the_step_is_on_record(seed: int) -> None:
     assert (played.sampled.cursor, played.counts) == (17, [{"seen": 1}]) and played.seconds >= 0.0
 
 
-def test_rollouts_that_are_given_up_take_in_nothing_and_their_thread_ends() -> None:
+def test_cancelled_rollouts_are_not_absorbed_and_their_thread_ends() -> None:
     absorbed = []
 
     def play(ahead: RolloutPrefetch) -> SampledStep:
@@ -129,7 +129,7 @@ def bits(value: object) -> object:
     return [bits(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def told(trace: Trace) -> object:
+def plain_values(trace: Trace) -> object:
     flags = (trace.modes, trace.without_memory, trace.is_replayed, trace.pruned, asdict(trace.task))
     return bits(
         [flags, [asdict(one) for one in trace.nodes], {n: asdict(x) for n, x in trace.leaves.items()}]
@@ -144,8 +144,8 @@ def test_a_checkpoint_keeps_groups_to_the_last_bit(tmp_path: Path, seed: int) ->
     write_queue(tmp_path, played)
     found = read_queue(tmp_path)
     assert found is not None
-    assert [told(one) for one in found.sampled.traces] == [told(one) for one in traces]
-    assert [id(one) for one in found.sampled.trained] == [id(found.sampled.traces[2])]
+    assert [plain_values(one) for one in found.sampled.traces] == [plain_values(one) for one in traces]
+    assert [id(one) for one in found.sampled.selected] == [id(found.sampled.traces[2])]
     assert (found.sampled.faults, found.sampled.fault_reasons) == (
         Counter(retries=2, tool_fault=1),
         ("it broke",),
@@ -173,10 +173,10 @@ def test_any_float_and_any_text_comes_back(
     with tempfile.TemporaryDirectory() as folder:
         write_queue(Path(folder), QueuedStep(sampled=sampled(trace), counts=[], seconds=0.0))
         found = read_queue(Path(folder))
-    assert found is not None and told(found.sampled.traces[0]) == told(trace)
+    assert found is not None and plain_values(found.sampled.traces[0]) == plain_values(trace)
 
 
-def test_no_queue_is_none_and_a_damaged_one_is_said(tmp_path: Path) -> None:
+def test_a_missing_queue_is_none_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     assert read_queue(tmp_path) is None
     (tmp_path / QUEUE).write_text('{"cursor": 3}\n')
     with pytest.raises(KeyError):
@@ -215,7 +215,7 @@ def test_the_age_of_tokens_is_counted_from_the_weights_of_the_update() -> None:
         ({"staleness/max": 1.0, "staleness/truncated_fraction": 0.2, "ratio/importance_ess_share": 0.49}, 2),
     ],
 )
-def test_a_policy_that_moves_too_fast_is_told(values: dict[str, float], num: int) -> None:
+def test_a_policy_that_moves_too_fast_is_an_alarm(values: dict[str, float], num: int) -> None:
     lines = staleness_alarms(7, values)
     assert len(lines) == num and all("step 7" in line and "ALARM" in line for line in lines)
 
@@ -240,7 +240,7 @@ def true(traces: list[Trace]) -> list[Trace]:
     return traces
 
 
-def test_older_tokens_are_not_held_against_the_engine_and_newer_ones_are() -> None:
+def test_the_engine_is_checked_with_current_tokens_and_not_with_older_ones() -> None:
     older, newer = true(aged(4)), true(aged(5))
     with pytest.raises(EngineFault, match="disagree"):
         updated(shifted(true(aged(5)), by=-0.5), version=5, probes=[])
@@ -255,7 +255,7 @@ def test_older_tokens_are_not_held_against_the_engine_and_newer_ones_are() -> No
         updated(older, version=None, probes=[])
 
 
-def test_a_probe_tells_an_engine_with_other_weights_and_is_not_trained_on() -> None:
+def test_a_probe_detects_an_engine_with_other_weights_and_is_not_trained_on() -> None:
     older, probes = shifted(true(aged(4)), by=-0.5), true(aged(5, 5))
     for probe in probes:
         for one in probe.nodes:

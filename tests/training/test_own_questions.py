@@ -97,11 +97,11 @@ def test_a_cold_start_imitates_a_file_of_trajectories(
     ]  # fmt: skip
     run = tmp_path / "run"
     assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
-    told = capsys.readouterr().out
-    assert "cold start: 3 of 4 expert rollouts solved their task" in told
-    assert "cold start: expert rollouts 4/4" in told  # not 0/4
+    output = capsys.readouterr().out
+    assert "cold start: 3 of 4 expert rollouts solved their task" in output
+    assert "cold start: expert rollouts 4/4" in output  # not 0/4
     # Not "evaluate after", and not "evaluate of FOLDER"
-    assert "evaluation after cold start: start" in told
+    assert "evaluation after cold start: start" in output
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [one["sft/num_examples"] for one in written if one["kind"] == "sft"] == [2.0, 1.0]
     shutil.rmtree(run / "checkpoints" / "step-000001")  # what is finished is not looked at
@@ -153,9 +153,9 @@ def test_a_run_without_training_shows_no_stage_of_it(
         )
         == 0
     )
-    told = capsys.readouterr().out
-    assert "evaluation before training: start, 1 to do" in told
-    assert "train:" not in told and "0 to do" not in told
+    output = capsys.readouterr().out
+    assert "evaluation before training: start, 1 to do" in output
+    assert "train:" not in output and "0 to do" not in output
 
 
 def call_of(name: str, arguments: object) -> dict[str, object]:
@@ -180,7 +180,7 @@ def tools_config(protocol: str) -> ToolsConfig:
 
 
 @pytest.mark.parametrize(
-    ("chat", "protocol", "told"),
+    ("chat", "protocol", "reason"),
     [
         (NATIVE, "tags", r"1 of 1 demonstrations call tools natively, .* <python>\.\.\.</python>: set"),
         (TAGGED, "hermes", r"1 of 1 demonstrations call tools between tags, .* environment\.protocol=tags"),
@@ -189,15 +189,15 @@ def tools_config(protocol: str) -> ToolsConfig:
         (TAGGED, "tags", ""),
     ],
 )
-def test_demonstrations_whose_calls_nobody_reads_are_told(
-    tmp_path: Path, chat: list[dict[str, object]], protocol: str, told: str
+def test_demonstrations_with_unreadable_calls_are_an_error(
+    tmp_path: Path, chat: list[dict[str, object]], protocol: str, reason: str
 ) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"messages": chat, "reward": True}))
     environment = tools_config(protocol)
     tasks = [Task(key="t", question="q?", answers=("1",))]
-    if told:
-        with pytest.raises(DataError, match=told):
+    if reason:
+        with pytest.raises(DataError, match=reason):
             read_demonstrations(str(file), tasks, environment)
     else:
         assert len(read_demonstrations(str(file), tasks, environment)["t"] or ()) == 2
@@ -222,7 +222,7 @@ def test_what_is_left_out_of_demonstrations_is_logged(
     assert "2 of 3 demonstrations call tools natively" in caplog.text
 
 
-def test_a_cold_start_says_why_it_cannot_imitate(
+def test_a_cold_start_reports_why_it_cannot_imitate(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     question = json.loads((recipe.parent / "tasks.jsonl").read_text().splitlines()[0])["question"]

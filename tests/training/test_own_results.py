@@ -134,14 +134,14 @@ def records(run: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("at_start", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "reason"),
     [("text", r"episode_return is '0\.5' \(str\)"), ("text where right", "no finite number"), ("nan", "nan")],
 )
 def test_a_result_that_is_no_number_stops_the_run_with_one_line(
-    kind: str, told: str, at_start: bool, model: Path, tmp_path: Path
+    kind: str, reason: str, at_start: bool, model: Path, tmp_path: Path
 ) -> None:
     given = recipe(model, environment={"kind": kind}, evaluation={"at_start": at_start})
-    with pytest.raises(OutriderError, match=told) as refused:
+    with pytest.raises(OutriderError, match=reason) as refused:
         outrider.train(given, run=tmp_path / "run")
     assert "\n" not in str(refused.value)
     assert "task test/" in str(refused.value) or "task train/" in str(refused.value)
@@ -257,15 +257,15 @@ def test_experts_that_fail_are_counted_by_reason_and_recorded(model: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "reason"),
     [("unreadable", "cut by rollout.max_turn_tokens = 8"), ("half", "no group has a learning signal: of 4")],
 )
 def test_a_step_without_signal_is_an_alarm_with_its_reason(
-    kind: str, told: str, model: Path, tmp_path: Path
+    kind: str, reason: str, model: Path, tmp_path: Path
 ) -> None:
     outrider.train(recipe(model, environment={"kind": kind}, train={"num_steps": 3}), run=tmp_path / "run")
     alarms = [line for line in notes(tmp_path / "run").splitlines() if line.startswith("ALARM")]
-    assert len(alarms) == 1 and told in alarms[0], alarms
+    assert len(alarms) == 1 and reason in alarms[0], alarms
 
 
 def test_what_the_learner_started_is_closed_if_a_later_check_fails(

@@ -29,8 +29,8 @@ def forked(*, prompt: tuple[int, ...] = (1, 2), last: tuple[int, ...] = (6, 7)) 
         ).node_id
 
     shared = node(node(None, Origin.PROMPT, prompt), Origin.POLICY, (3, 4), (-0.1, -0.2))
-    told = node(shared, Origin.ENVIRONMENT, (8,))
-    leaves = node(told, Origin.POLICY, (5,), (-0.3,)), node(told, Origin.POLICY, last, (-0.4, -0.5))
+    reason = node(shared, Origin.ENVIRONMENT, (8,))
+    leaves = node(reason, Origin.POLICY, (5,), (-0.3,)), node(reason, Origin.POLICY, last, (-0.4, -0.5))
     trace.nodes[shared].shares = {0: Share((0.5, 0.25), 1.5), 1: Share((-0.5, -0.25), 1.1)}
     trace.nodes[leaves[0]].credit = (0.3,)
     trace.nodes[leaves[1]].credit, trace.nodes[leaves[1]].ratio_scale = (2.0, 3.0), 1.1
@@ -92,7 +92,7 @@ def test_another_prompt_is_another_tree_and_an_equal_one_is_not() -> None:
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
-def test_demonstrations_and_replayed_rollouts_are_foreign(is_replayed: bool) -> None:
+def test_demonstrations_and_replayed_rollouts_are_off_policy(is_replayed: bool) -> None:
     trace = forked()
     trace.is_replayed = is_replayed
     trace.nodes[3].origin, trace.nodes[3].logprobs = Origin.DEMONSTRATION, ()
@@ -123,7 +123,7 @@ def test_what_a_loss_multiplies_has_the_precision_of_the_scores() -> None:
 
 
 @pytest.mark.parametrize("num_rollouts", [1, 2, 3])
-def test_credit_of_a_shared_turn_must_belong_to_somebody(num_rollouts: int) -> None:
+def test_advantages_of_a_shared_turn_need_an_owner(num_rollouts: int) -> None:
     trace = forked()
     node = trace.nodes[1]
     node.shares, node.credit = None, (0.5, 0.25)

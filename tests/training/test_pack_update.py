@@ -446,7 +446,7 @@ def gradient_norms(traces: Sequence[Trace], **options: Any) -> dict[str, Tensor]
     return policy.gradients[0]
 
 
-def test_siblings_that_wrote_the_same_are_computed_once_and_keep_their_credit() -> None:
+def test_equal_turns_of_siblings_are_computed_once_with_their_own_advantages() -> None:
     """The same first turn three times, with three credits and three engines' log-probs; then they part."""
     trace = Trace(task=Task(key="t", question=""))
     root = node(trace, None, Origin.PROMPT, (5, 6, 7))
@@ -511,7 +511,7 @@ def honest(policy: Policy, traces: Sequence[Trace]) -> None:
 
 @pytest.mark.parametrize("wrong", [3.0, float("nan"), float("-inf")])
 @pytest.mark.parametrize("num_mini_batches", [1, 2])
-def test_the_gate_stops_before_the_first_update_and_only_there(wrong: float, num_mini_batches: int) -> None:
+def test_the_engine_check_stops_the_first_update_only(wrong: float, num_mini_batches: int) -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
     chosen = UpdateSettings(num_mini_batches=num_mini_batches)
@@ -691,7 +691,7 @@ def test_a_batch_whose_tokens_are_all_rejected_moves_nothing() -> None:
     assert all(torch.equal(before[name], master) for name, master in policy.masters.items())
 
 
-def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
+def test_the_engine_check_waits_for_the_first_mini_batch_with_signal() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-2))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32)]
     honest(policy, traces)
@@ -708,7 +708,7 @@ def test_the_gate_waits_for_the_first_mini_batch_with_signal() -> None:
         )  # fmt: skip
 
 
-def test_the_gap_is_measured_under_the_weights_that_the_update_starts_from() -> None:
+def test_the_mismatch_is_measured_with_the_weights_before_the_update() -> None:
     policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-1))
     traces = [random_trace(seed, key=str(seed), faults=False) for seed in (31, 32, 33, 34)]
     honest(policy, traces)

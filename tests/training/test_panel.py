@@ -25,6 +25,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_panel_that_a_recipe_names_is_the_one_that_it_plays(path: Path) -> None:
     settings = load_settings(RunSettings, file=path)
+    assert settings.train.num_steps > 0
     if path.stem.startswith(("scienceworld", "webshop")):
         assert settings.evaluation.panel is not None
     if settings.evaluation.panel is not None:

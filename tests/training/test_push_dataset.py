@@ -149,7 +149,7 @@ def test_a_secret_of_this_environment_is_found_before_anything_is_sent(
             path = lines_at(place / "mine.jsonl", {**RECORD, "messages": said})
         else:
             path = traces_at(place / "traces", text)
-        with pytest.raises(ConfigError, match=f"holds {name}; nothing was sent"):
+        with pytest.raises(ConfigError, match=f"contains {name}; nothing was sent"):
             push_dataset(path, REPO)
     assert not hub.repositories and not hub.asked
 
@@ -172,15 +172,15 @@ def test_what_is_not_ours_is_not_sent(hub: Hub, tmp_path: Path) -> None:
     assert not hub.asked
 
 
-def test_a_broken_push_goes_on_and_a_public_one_is_refused(hub: Hub, tmp_path: Path) -> None:
+def test_a_broken_push_continues_and_a_public_one_is_refused(hub: Hub, tmp_path: Path) -> None:
     path = buffer_at(tmp_path / "mine.sqlite", "a")
     hub.failures = 1
-    with pytest.raises(HubError, match="the same command goes on"):
+    with pytest.raises(HubError, match="the same command continues"):
         push_dataset(path, REPO)
     push_dataset(path, REPO)
     assert sum(one.startswith("PUT /lfs/") for one in hub.asked) == 1 and "buffer.sqlite" in files_of(hub)
     hub.repositories["datasets/acme/public"] = Repository(files={})
-    with pytest.raises(ConfigError, match="can be read by everybody"):
+    with pytest.raises(ConfigError, match="exists and is public"):
         push_dataset(path, "acme/public", private=True)
     assert not hub.repositories["datasets/acme/public"].files
 
@@ -188,8 +188,10 @@ def test_a_broken_push_goes_on_and_a_public_one_is_refused(hub: Hub, tmp_path: P
 def test_the_command(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(lines_at(tmp_path / "mine.jsonl", RECORD))
     assert main(["push", "--dataset", path, "--repo", REPO, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "# steps" in told and "trajectories.jsonl: " in told and f"nothing was sent to {REPO}" in told
+    output = capsys.readouterr().out
+    assert (
+        "# steps" in output and "trajectories.jsonl: " in output and f"nothing was sent to {REPO}" in output
+    )
     assert not hub.asked
     assert main(["push", "--dataset", path, "--repo", REPO]) == 0
     assert f"pushed to {hub.url}/datasets/{REPO}" in capsys.readouterr().out

@@ -78,15 +78,15 @@ def test_a_path_may_be_relative_to_the_current_folder(recipe: Path) -> None:
     assert answers(settings) == ["here"]
 
 
-def test_of_two_files_the_recipes_is_taken_and_a_line_says_so(
+def test_of_two_files_the_recipes_is_used_and_a_line_reports_it(
     recipe: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     here = questions(Path.cwd() / "data/train.jsonl", "here")
     with caplog.at_level(logging.WARNING):
         assert answers(api.run_settings(recipe)) == ["recipe"]
         api.run_settings(recipe)
-    told = [one.getMessage() for one in caplog.records if "environment.train.path" in one.getMessage()]
-    assert told == [f"environment.train.path: {recipe.parent / 'data/train.jsonl'} is used, not {here}"]
+    reason = [one.getMessage() for one in caplog.records if "environment.train.path" in one.getMessage()]
+    assert reason == [f"environment.train.path: {recipe.parent / 'data/train.jsonl'} is used, not {here}"]
 
 
 def test_the_same_file_by_two_names_needs_no_line(recipe: Path, caplog: pytest.LogCaptureFixture) -> None:

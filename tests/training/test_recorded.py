@@ -43,7 +43,7 @@ def test_a_recorded_file_is_read_and_a_recipe_of_the_same_keys_is_refused(old: P
         assert found.algorithm.loss == ClipLoss(clip_low=0.1, clip_high=0.3)
         assert found.algorithm.sampler_correction == SamplerCorrection()
     recipe = old.rename(old.with_name("recipe.toml"))
-    with pytest.raises(ConfigError, match=r"algorithm: the key clip_low is called loss\.clip_low now"):
+    with pytest.raises(ConfigError, match=r"algorithm: the key clip_low is now loss\.clip_low"):
         run_settings(recipe)
 
 

@@ -86,7 +86,7 @@ def test_trained_tokens_have_advantage_ratio_and_the_trainers_logprob(run: Run) 
     assert min(ratios) >= min(row["ratio/min"] for row in measured if row["ratio/min"]) * (1 - 1e-6)
 
 
-def test_splices_tell_their_source_and_tips_their_writer(run: Run) -> None:
+def test_splices_have_their_source_and_tips_their_writer(run: Run) -> None:
     splices, tips = [], []
     for step in run.steps():
         rows = TraceReader(run.path / "traces").read(step)
@@ -127,7 +127,7 @@ def test_an_eviction_is_a_change(tmp_path: Path) -> None:
     assert list(read_changes(tmp_path, until=1)) == []
 
 
-def test_the_files_say_their_version_and_every_reader_takes_them(run: Run) -> None:
+def test_the_files_have_a_version_and_every_reader_reads_them(run: Run) -> None:
     folders = {"traces": SCHEMA, "rollouts": ROLLOUT_SCHEMA, "memory": MEMORY_SCHEMA}
     for folder, schema in folders.items():
         path = run.path / folder / "step-000002.parquet"

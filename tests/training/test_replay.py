@@ -128,8 +128,9 @@ def cells(text: str) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize("mode", [None, "context", "execute"])
-@pytest.mark.parametrize("role", ["inline", "user"])
+@pytest.mark.parametrize(
+    ("mode", "role"), [(None, "inline"), (None, "user"), ("context", "inline"), ("execute", "user")]
+)
 def test_the_same_environment_gives_the_same(
     family: ToyTaskSet, tmp_path: Path, capsys: Any, mode: str | None, role: str
 ) -> None:

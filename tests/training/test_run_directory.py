@@ -14,17 +14,13 @@ from outrider.training.settings import RunSettings
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo.toml"
 
 
-def test_the_precision_that_auto_meant_is_written_down_and_survives_another_machine(tmp_path: Path) -> None:
-    settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=auto"])
-    RunDirectory.create(tmp_path / "run", settings)
-    written = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert written["model"]["precision"] in ("bfloat16", "float32")
-
-
-def test_a_named_precision_stays(tmp_path: Path) -> None:
-    settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=bfloat16"])
-    RunDirectory.create(tmp_path / "run", settings)
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]["precision"] == "bfloat16"
+def test_the_resolved_precision_is_recorded(tmp_path: Path) -> None:
+    """It stays the same if another machine resumes the run."""
+    for name, recorded in (("auto", {"bfloat16", "float32"}), ("bfloat16", {"bfloat16"})):
+        settings = load_settings(RunSettings, file=RECIPE, overrides=[f"model.precision={name}"])
+        RunDirectory.create(tmp_path / name, settings)
+        written = tomllib.loads((tmp_path / name / "config.toml").read_text())
+        assert written["model"]["precision"] in recorded
 
 
 def test_two_processes_that_create_one_run_at_the_same_time_do_not_write_over_each_other(
@@ -45,34 +41,33 @@ def test_two_processes_that_create_one_run_at_the_same_time_do_not_write_over_ea
     assert tomllib.loads((others[0].path / "config.toml").read_text())["seed"] == 7
 
 
-def test_a_folder_in_which_a_kill_left_only_the_beginning_of_a_run_is_free(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "lock").touch()
-    (folder / "config.toml.tmp").write_text("seed =")
-    settings = load_settings(RunSettings, file=RECIPE)
-    RunDirectory.create(folder, settings)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
+@pytest.mark.parametrize(
+    "left",
+    [
+        {"lock": "", "config.toml.tmp": "seed ="},
+        dict.fromkeys(("lock", "plugins.json", "plugins.json.0a1b.tmp", "config.toml.0a1b.tmp"), ""),
+    ],
+    ids=["settings", "plug-ins"],
+)
+def test_a_folder_in_which_a_kill_left_only_the_beginning_of_a_run_is_free(
+    left: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in left.items():
+        (tmp_path / name).write_text(text)
+    RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.toml", "lock"]
 
 
-def test_so_is_one_of_a_run_with_plug_ins(tmp_path: Path) -> None:
-    """Theirs is the first file; what it said is not the new run's."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in ("lock", "plugins.json", "plugins.json.0a1b.tmp", "config.toml.0a1b.tmp"):
-        (folder / name).touch()
-    RunDirectory.create(folder, load_settings(RunSettings, file=RECIPE))
-    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "lock"]
-
-
-def test_plug_ins_without_a_lock_are_somebodys_file(tmp_path: Path) -> None:
-    (tmp_path / "plugins.json").write_text("mine")
+@pytest.mark.parametrize("name", ["thesis.tex", "lock", "plugins.json"])
+def test_a_folder_with_files_of_the_user_is_refused_and_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    """Also with names of ours: our lock is empty, and a list of plug-ins has a lock beside it."""
+    (tmp_path / name).write_text("mine")
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
-    assert (tmp_path / "plugins.json").read_text() == "mine"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
 
 
-def test_what_a_kill_has_left_in_a_checkpoint_goes_and_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_in_a_checkpoint_are_removed_and_a_link_is_not_followed(tmp_path: Path) -> None:
     """The records of a checkpoint are written anew at a run's end."""
     run = RunDirectory.create(tmp_path / "run", load_settings(RunSettings, file=RECIPE))
     run.release()
@@ -89,13 +84,6 @@ def test_what_a_kill_has_left_in_a_checkpoint_goes_and_a_link_is_not_followed(tm
     assert len(list(other.iterdir())) == 2
 
 
-def test_a_folder_with_files_of_others_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("text")
-    with pytest.raises(ConfigError, match="is not empty"):
-        RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
 def test_a_failed_set_up_takes_back_what_it_wrote_and_nothing_else(tmp_path: Path) -> None:
     """What somebody put into the folder meanwhile stays, and the folder with it; a link is not followed."""
     elsewhere = tmp_path / "elsewhere"
@@ -108,10 +96,3 @@ def test_a_failed_set_up_takes_back_what_it_wrote_and_nothing_else(tmp_path: Pat
     run.roll_back()
     run.release()
     assert [one.name for one in run.path.iterdir()] == ["notes"] and (elsewhere / "kept").exists()
-
-
-def test_a_lock_with_something_in_it_is_somebodys_file(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("mine")
-    with pytest.raises(ConfigError, match="is not empty"):
-        RunDirectory.create(tmp_path, load_settings(RunSettings, file=RECIPE))
-    assert (tmp_path / "lock").read_text() == "mine"

@@ -35,7 +35,7 @@ def other(trace: Trace, parent: Node | None, tokens: Sequence[int], *, restarts:
                         token_ids=tuple(tokens), message=TEXT, restarts=restarts)  # fmt: skip
 
 
-def said(trace: Trace, parent: Node, tokens: Sequence[int]) -> Node:
+def act(trace: Trace, parent: Node, tokens: Sequence[int]) -> Node:
     scores: Any = {"logprobs": (-0.5,) * len(tokens), "entropies": (0.1,) * len(tokens)}
     return trace.append(
         parent=parent.node_id, origin=Origin.POLICY, token_ids=tuple(tokens), message=TEXT, **scores
@@ -50,8 +50,8 @@ def two_rollouts() -> Trace:
     """One goes on in its context, of the other the second turn stands in a context of its own."""
     trace = Trace(task=Task(key="t", question=""))
     root = other(trace, None, (1, 2))
-    first = said(trace, other(trace, said(trace, root, (3, 4)), (8,)), (5,))
-    again = said(trace, other(trace, said(trace, root, (6,)), (1, 9, 9), restarts=True), (7, 7))
+    first = act(trace, other(trace, act(trace, root, (3, 4)), (8,)), (5,))
+    again = act(trace, other(trace, act(trace, root, (6,)), (1, 9, 9), restarts=True), (7, 7))
     finish(trace, first, 0, 1.0)
     finish(trace, again, 1, 0.0)
     return trace
@@ -103,7 +103,7 @@ def grown(random: Random) -> Trace:
                 anew = random.random() < 0.5
                 seen = [20 + random.randint(0, 1) for _ in range(random.randint(1, 2))]
                 node = other(trace, node, [*([1, 2] if anew else []), *seen], restarts=anew)
-            node = said(trace, node, [10 + random.randint(0, 1) for _ in range(random.randint(1, 3))])
+            node = act(trace, node, [10 + random.randint(0, 1) for _ in range(random.randint(1, 3))])
         ends.append(node)
         finish(trace, node, rollout, random.random())
     return trace
@@ -159,10 +159,10 @@ def group(paths: Sequence[tuple[int, int]], returns: np.ndarray, *, restarts: bo
     trace = Trace(task=Task(key="t", question=""))
     root = other(trace, None, (50, 51))
     for rollout, (top, below) in enumerate(paths):
-        first = said(trace, root, (top,))
+        first = act(trace, root, (top,))
         is_new = restarts and RESTARTED[top]
         seen = other(trace, first, (50, 60 + top) if is_new else (61,), restarts=is_new)
-        finish(trace, said(trace, seen, (below,)), rollout, float(returns[top, below]))
+        finish(trace, act(trace, seen, (below,)), rollout, float(returns[top, below]))
     return trace
 
 

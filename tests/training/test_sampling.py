@@ -89,9 +89,9 @@ class FakeScheduler:
             )
             for task in tasks
         ]
-        told = (f"call {len(self.calls)}",)
+        reasons = (f"call {len(self.calls)}",)
         return RolloutReport(
-            traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=told
+            traces=traces, num_batches=1, num_retries=1, faults=Counter({"retries": 1}), fault_reasons=reasons
         )
 
 
@@ -117,10 +117,10 @@ def play(
 def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
     scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
     step = play(scheduler, rule=DynamicSamplingSettings(max_extra_batches=9))
-    assert [trace.task.key for trace in step.trained] == [
+    assert [trace.task.key for trace in step.selected] == [
         key for call in scheduler.calls for key in call if int(key[1:]) % 3 == 0
     ]
-    assert len(step.trained) == 4 and all(len(call) <= 4 for call in scheduler.calls)
+    assert len(step.selected) == 4 and all(len(call) <= 4 for call in scheduler.calls)
     found = 0
     for call in scheduler.calls:
         assert len(call) == 4 - found
@@ -143,7 +143,7 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
 def test_a_bound_and_a_small_task_set_end_the_search() -> None:
     nothing = FakeScheduler(lambda task, call: [0.5, 0.5])
     step = play(nothing, rule=DynamicSamplingSettings(max_extra_batches=1))
-    assert (len(nothing.calls), step.trained, len(step.traces), step.num_extra_batches) == (2, [], 8, 1)
+    assert (len(nothing.calls), step.selected, len(step.traces), step.num_extra_batches) == (2, [], 8, 1)
     assert step.metrics(4)["group/num_missing"] == 4.0
     every = FakeScheduler(lambda task, call: [0.5, 0.5])
     step = play(every, rule=DynamicSamplingSettings(max_extra_batches=9))
@@ -156,7 +156,7 @@ def test_a_bound_and_a_small_task_set_end_the_search() -> None:
         t.task.key for t in plain.traces
     ] and step.cursor == plain.cursor == 4
     unfiltered = play(FakeScheduler(lambda task, call: [0.5, 0.5]), rule=None)
-    assert len(unfiltered.trained) == 4 and unfiltered.num_extra_batches == 0
+    assert len(unfiltered.selected) == 4 and unfiltered.num_extra_batches == 0
 
 
 def test_the_metric_is_unshaped_and_faults_do_not_count() -> None:
@@ -216,7 +216,7 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
     plain = play_step(parts_of(Page(GrpoSettings())), scheduler, step=7, cursor=4)  # type: ignore[arg-type]
     expected = stream(3, "task order", 0).permutation(12)[4:8]
     assert [trace.task.key for trace in plain.traces] == [f"t{i}" for i in expected] and plain.cursor == 8
-    assert (scheduler.step, scheduler.groups, plain.is_filtered, len(plain.trained)) == (
+    assert (scheduler.step, scheduler.groups, plain.is_filtered, len(plain.selected)) == (
         7,
         [70, 71, 72, 73],
         False,
@@ -230,7 +230,7 @@ def test_a_step_is_played_by_the_run_s_settings() -> None:
         step=0,
         cursor=0,
     )
-    assert dapo.is_filtered and (len(dapo.traces), dapo.trained) == (8, [])
+    assert dapo.is_filtered and (len(dapo.traces), dapo.selected) == (8, [])
 
 
 def test_a_step_with_replay_plays_as_many_groups_as_it_has_no_stored_ones_for() -> None:
@@ -253,7 +253,7 @@ def test_a_step_with_replay_plays_as_many_groups_as_it_has_no_stored_ones_for() 
     for step, keys in ((1, None), (3, ["t0", "t1"])):
         scheduler = Chosen(lambda task, call: [0.0, 1.0])
         played = play_step(parts_of(Replay()), scheduler, step=step, cursor=5)  # type: ignore[arg-type]
-        assert keys is None or [trace.task.key for trace in played.trained] == keys
+        assert keys is None or [trace.task.key for trace in played.selected] == keys
         assert len(played.traces) == (1 if keys is None else 2) and played.cursor == (
             6 if keys is None else 5
         )

@@ -24,9 +24,10 @@ from outrider.trace import Trace
 from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings
 from outrider.types import Task
-from tests.training.test_group_family_run import GRPO, records, train
+from tests.training.short_runs import records, train
 from tests.training.tool_run import write_tool_run
 
+GRPO = "algorithm.type=grpo"
 HOUSES = Path(__file__).parents[2] / "recipes" / "house-empo2.toml"
 STAGES = 'train.stages=[{tasks=["tasks-[0-3]"],num_steps=2},{tasks=["tasks-4"]}]'
 
@@ -113,38 +114,36 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_run_that_was_killed_at_a_border_goes_on_to_the_same_bits(recipe: Path) -> None:
-    """As kills leave it: the newest checkpoint is the one before, at, and behind the border."""
-    given_ = [GRPO, "algorithm.group_size=2", STAGES, "train.checkpoint_every=1", "train.keep_checkpoints=9"]
-    run = train(recipe, "whole", *given_, "train.num_steps=4")
+def test_a_run_that_was_killed_at_a_border_or_was_shorter_ends_in_the_same_bits(recipe: Path) -> None:
+    """The newest checkpoint is that of the border; the last stage lasts as long as the run."""
+    options = [GRPO, "algorithm.group_size=2", STAGES, "train.checkpoint_every=1", "train.keep_checkpoints=9"]
+    run = train(recipe, "whole", *options, "train.num_steps=4")
     steps = records(run)
     assert [one["stage/number"] for one in steps] == [1, 1, 2, 2]
     assert [one["group/num"] for one in steps] == [2, 2, 1, 1]
     keys = {step: set(Run.from_path(run).traces(step)["task_key"].to_pylist()) for step in (1, 2, 3, 4)}
     assert keys[1] | keys[2] == {f"tasks-{n}" for n in range(4)} and keys[3] == keys[4] == {"tasks-4"}
-    for newest in (1, 2, 3):
-        killed = recipe.parent / f"killed-{newest}"
-        shutil.copytree(run, killed)
-        for step in range(newest + 1, 5):
-            shutil.rmtree(killed / "checkpoints" / f"step-{step:06d}")
-        api.train(resume=killed)
-        for name in ("masters.safetensors", "optimizer.safetensors", "state.json"):
-            place = Path("checkpoints") / "step-000004" / name
-            assert (run / place).read_bytes() == (killed / place).read_bytes(), (newest, name)
-
-
-def test_the_last_stage_lasts_as_long_as_the_run_and_a_longer_run_is_the_same_run(recipe: Path) -> None:
-    given_ = [GRPO, "algorithm.group_size=2", STAGES]
-    short = train(recipe, "short", *given_, "train.num_steps=3")
-    api.train(resume=short, overrides=["train.num_steps=4"])
-    assert [one["stage/number"] for one in records(short)] == [1, 1, 2, 2]
-    whole = json.loads((recipe.parent / "whole/checkpoints/step-000004/state.json").read_text())
-    grown = json.loads((short / "checkpoints/step-000004/state.json").read_text())
-    assert whole["task_cursor"] == grown["task_cursor"]
+    killed = Path(shutil.copytree(run, recipe.parent / "killed"))
+    for step in (3, 4):
+        shutil.rmtree(killed / "checkpoints" / f"step-{step:06d}")
+    api.train(resume=killed)
+    grown = train(recipe, "grown", *options, "train.num_steps=3")
+    api.train(resume=grown, overrides=["train.num_steps=4"])
+    last = Path("checkpoints") / "step-000004"
+    for other in (killed, grown):
+        for name in ("masters.safetensors", "optimizer.safetensors"):
+            assert (run / last / name).read_bytes() == (other / last / name).read_bytes(), (other.name, name)
+        states = [json.loads((one / last / "state.json").read_text()) for one in (run, other)]
+        if other is grown:  # which has the evaluation at its former end too
+            assert states[1].pop("num_evaluations") == states[0].pop("num_evaluations") + 1
+            for state in states:
+                del state["own_checksum"], state["num_metric_records"]
+        assert states[0] == states[1]
+        assert [one["stage/number"] for one in records(other)] == [1, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "reason"),
     [
         ('[{tasks=["a"],num_steps=1},{tasks=["b"],num_steps=1}]', "lasts until train.num_steps are done"),
         ('[{tasks=["a"]},{tasks=["b"]}]', "every one of train.stages but the last needs num_steps"),
@@ -152,8 +151,8 @@ def test_the_last_stage_lasts_as_long_as_the_run_and_a_longer_run_is_the_same_ru
         ("[{tasks=[]}]", "tasks"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_stages_that_cannot_be_are_refused(recipe: Path, stages: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         load_settings(RunSettings, file=recipe, overrides=[GRPO, f"train.stages={stages}"])
 
 
@@ -179,7 +178,7 @@ def test_groups_are_counted_by_the_tasks_that_they_come_from() -> None:
     assert [len(one) for one in said] == [0, 1] and "8 groups play none of the 9 tasks twice" in said[1][0]
 
 
-def test_a_pattern_that_fits_nothing_is_told_and_so_is_a_small_stage(recipe: Path) -> None:
+def test_a_pattern_without_tasks_is_an_error_and_a_small_stage_is_reported(recipe: Path) -> None:
     tasks = [Task(key=f"tasks-{n}", question="") for n in range(6)]
     wanted = load_settings(RunSettings, file=recipe, overrides=[GRPO, STAGES]).train
     require_tasks(wanted, tasks)

@@ -36,12 +36,12 @@ class Group:
     def __init__(self, key: str) -> None:
         self.trace = Trace(task=Task(key=key, question=""))
 
-    def told(self, parent: Node | None, *tokens: int, restarts: bool = False) -> Node:
+    def observe(self, parent: Node | None, *tokens: int, restarts: bool = False) -> Node:
         origin = Origin.PROMPT if parent is None else Origin.ENVIRONMENT
         return self.trace.append(parent=None if parent is None else parent.node_id, origin=origin,
                                  token_ids=tokens, message=TEXT, restarts=restarts)  # fmt: skip
 
-    def said(self, parent: Node, rollout: int, credit: float | dict[int, float], *tokens: int) -> Node:
+    def act(self, parent: Node, rollout: int, credit: float | dict[int, float], *tokens: int) -> Node:
         scores: Any = {"logprobs": (-0.5,) * len(tokens), "entropies": (0.1,) * len(tokens)}
         node = self.trace.append(parent=parent.node_id, origin=Origin.POLICY, token_ids=tokens, message=TEXT,
                                  metadata={"rollout": rollout}, **scores)  # fmt: skip
@@ -64,25 +64,25 @@ def forked() -> Trace:
     gets no credit.
     """
     group = Group("forked")
-    root = group.told(None, 3, 4, 5)
-    shared = group.told(group.said(root, 0, {1: 0.5, 2: -1.5}, 6, 7), 8)
-    lost = group.said(shared, 0, 0.0, 9)
+    root = group.observe(None, 3, 4, 5)
+    shared = group.observe(group.act(root, 0, {1: 0.5, 2: -1.5}, 6, 7), 8)
+    lost = group.act(shared, 0, 0.0, 9)
     lost.credit = None
     group.ends(0, None)
-    group.ends(1, group.said(shared, 1, 0.5, 10, 11))
-    group.ends(2, group.said(shared, 2, -1.5, 10, 12))  # begins as its sibling does, in a node of its own
-    anew = group.told(group.said(root, 3, 2.0, 6, 13), 3, 14, restarts=True)
-    group.ends(3, group.said(anew, 3, 2.0, 15, 16, 17))
-    group.ends(4, group.said(root, 4, 0.0, 18, 19))
+    group.ends(1, group.act(shared, 1, 0.5, 10, 11))
+    group.ends(2, group.act(shared, 2, -1.5, 10, 12))  # begins as its sibling does, in a node of its own
+    anew = group.observe(group.act(root, 3, 2.0, 6, 13), 3, 14, restarts=True)
+    group.ends(3, group.act(anew, 3, 2.0, 15, 16, 17))
+    group.ends(4, group.act(root, 4, 0.0, 18, 19))
     group.trace.number_by_rollout()
     return group.trace
 
 
 def other() -> Trace:
     group = Group("other")
-    root = group.told(None, 20, 21)
+    root = group.observe(None, 20, 21)
     for rollout, credit in enumerate((1.0, -1.0)):
-        group.ends(rollout, group.said(root, rollout, credit, 22 + rollout, 24))
+        group.ends(rollout, group.act(root, rollout, credit, 22 + rollout, 24))
     return group.trace
 
 

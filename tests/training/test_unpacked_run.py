@@ -44,8 +44,8 @@ def test_two_steps_move_the_weights_and_a_killed_run_ends_in_the_same_bits(
     capsys.readouterr()
     resume(killed, progress="plain")
     assert_same(run, killed)
-    told = capsys.readouterr()
-    assert "runs unpacked (transformers' own forward pass" in told.out + told.err
+    output = capsys.readouterr()
+    assert "runs unpacked (transformers' own forward pass" in output.out + output.err
 
 
 def test_several_trainer_ranks_are_one_line(recipe: Path) -> None:

@@ -101,7 +101,7 @@ def test_every_step_of_an_update_is_that_of_the_packed_path(options: dict[str, A
         assert_equal_gradients(unpacked_step, packed_step)
 
 
-def test_a_shared_token_is_scored_in_one_sequence_and_nothing_is_computed_that_nobody_asks_for() -> None:
+def test_a_shared_token_is_scored_in_one_sequence_and_nothing_else_is_computed() -> None:
     """Root 0-2, branches 3-4 and 5-7, of which the second forks into 8 and 9."""
     plan = TreePlan(
         segments=(

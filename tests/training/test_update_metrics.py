@@ -105,12 +105,12 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
         sampler_correction=None, loss=ClipLoss(dual_clip=1.5), kl_weight=0.1, kl_estimator="k2"
     )
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0), scale=(1.5, 0.5))
-    told: list[int] = []
+    reason: list[int] = []
     report = update(
         cast(Policy, policy), [trace], objective=objective,
         settings=APART.model_copy(update={"num_epochs": 2, "max_tokens": max_tokens}),
         reference=cast(Scorer, reference),
-        on_batch=told.append,
+        on_batch=reason.append,
     )  # fmt: skip
     # Step 1: 3 x 1.2 (clipped) - 3 x 0.8 (clipped). Step 2: 3 x 0.75 - 0.8 (clipped) - 1 - 1.5 (the dual clip
     # of 2).
@@ -137,7 +137,7 @@ def test_every_metric_of_two_optimiser_steps_is_the_one_by_hand(max_tokens: int)
         rel=1e-6,
     )
     # Each epoch computes 2 + 1 and 2 + 3 tokens apart, or the prompt of 2 once.
-    assert told == ([1, 4, 5, 8] if max_tokens == 1 else [4, 8])
+    assert reason == ([1, 4, 5, 8] if max_tokens == 1 else [4, 8])
     assert (report.num_scored_tokens, report.num_computed_tokens) == (8, 16 if max_tokens == 1 else 12)
 
 
@@ -186,9 +186,9 @@ def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them(
     """The rollout of three tokens saw a tip. Odds of student and acting policy are 1/2, 2 and 1/8."""
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     tip = Message(role="user", content="tip")
-    told = trace.append(parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=tip)
+    reason = trace.append(parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=tip)
     node = trace.nodes[2]
-    trace.nodes[2] = replace(node, parent=told.node_id)
+    trace.nodes[2] = replace(node, parent=reason.node_id)
     trace.without_memory = True
     acting = ((0.0,), (-1.0, -1.0, -1.0))
     student = ((-1.5,), (-1.0 + math.log(0.5), -1.0 + math.log(2), -1.0 + math.log(0.125)))
@@ -245,7 +245,7 @@ def test_log_probs_that_are_not_finite_drop_the_gradients_of_the_whole_mini_batc
     assert (policy.num_dropped, policy.num_steps, report.metrics["grad/num_skipped"]) == (1, 1, 1.0)
 
 
-def test_only_the_first_step_of_a_run_is_held_against_the_engine() -> None:
+def test_only_the_first_step_of_a_run_checks_the_engine() -> None:
     """The mean gap is 1.8 / 4. After the first step it is the policy's own change."""
     trainer = ((-1.5,), (-1.0, -1.25, -2.05))
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
@@ -335,10 +335,10 @@ def test_an_update_without_left_out_tips_is_the_plain_one() -> None:
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     plain = run(TablePolicy([TRAINER]), [trace], PLAIN).metrics
     assert run(TablePolicy([TRAINER]), [trace], OffPolicyObjective(sampler_correction=None)).metrics == plain
-    told = trace.append(
+    reason = trace.append(
         parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=Message(role="user", content="tip")
     )
-    trace.nodes[2] = replace(trace.nodes[2], parent=told.node_id)
+    trace.nodes[2] = replace(trace.nodes[2], parent=reason.node_id)
     trace.without_memory = True
     assert run(TablePolicy([TRAINER], with_tips=ENGINE), [trace], PLAIN).metrics == plain
 

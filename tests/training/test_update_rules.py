@@ -20,9 +20,11 @@ from tests.tiny import tiny_model
 from tests.training.test_pack_update import (  # noqa: F401
     Recorder,
     double_precision,
+    eager,
     honest,
     ids,
     node,
+    padded_logprobs,
     random_trace,
     shift,
 )
@@ -49,7 +51,7 @@ def disagreeing(gap: float) -> list[Trace]:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
-def test_the_gate_judges_the_whole_mini_batch_and_not_a_micro_batch(max_tokens: int) -> None:
+def test_the_engine_check_uses_the_whole_mini_batch(max_tokens: int) -> None:
     """A short rollout in a micro-batch of its own is noisier than the mean that the setting bounds."""
     objective, calm = (
         ObjectiveSettings(sampler_correction=None),
@@ -136,3 +138,21 @@ def test_a_turn_without_tokens_is_no_fault(kl_weight: float) -> None:
     measure_kl(policy, reference, [trace], max_tokens=1)
     assert [len(one.kl) for one in trace.nodes] == [0, 0, 3]
     assert len(list(pack(rollout_paths([trace]), max_tokens=100))) == 1
+
+
+def test_the_measured_kl_is_that_of_two_plain_passes() -> None:
+    traces = [random_trace(seed, key=str(seed)) for seed in range(3)]
+    for trace in traces:
+        for each in trace.nodes:
+            each.credit = None  # it is measured before there is any
+    policy = Policy(tiny_model(dtype=torch.float64), OptimizerSettings())
+    reference = Policy(tiny_model(dtype=torch.float64, seed=9), OptimizerSettings()).frozen_copy()
+    paths = rollout_paths(traces)
+    with torch.no_grad():
+        ours, theirs = (padded_logprobs(eager(one.language_model), paths) for one in (policy, reference))
+    for max_tokens in (1, 60, 10_000):
+        measure_kl(policy, reference, traces, max_tokens=max_tokens)
+        for path, mine, other in zip(paths, ours, theirs, strict=True):
+            found = [value for each in path.nodes if each.trainable for value in each.kl]
+            assert found == pytest.approx((mine - other).tolist(), abs=1e-9)
+    assert all(each.credit is None for trace in traces for each in trace.nodes)

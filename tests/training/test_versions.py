@@ -1,4 +1,4 @@
-"""What a checkpoint records of packages and processor, and which difference is told as what."""
+"""The packages and the processor in a checkpoint, and how their differences are reported."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_a_checkpoint_records_what_decides_the_bits() -> None:
 
 
 @pytest.mark.parametrize("name", versions())
-def test_each_difference_is_told_once_by_its_name(name: str) -> None:
+def test_each_difference_is_reported_once_by_its_name(name: str) -> None:
     (line,) = differences({**versions(), name: "0.4.1"})
     kind = "VERSIONS" if name in SOFTWARE else "PROCESSOR"
     assert line.startswith(f"OTHER {kind}: the checkpoint was written with {name} 0.4.1 (now ")
@@ -29,7 +29,7 @@ def test_what_was_not_recorded_is_not_compared() -> None:
     assert len(differences({"torch": "0.4.1", "threads": "99", "unknown": "x"})) == 2
 
 
-def test_of_the_instruction_sets_only_the_difference_is_told() -> None:
+def test_of_the_instruction_sets_only_the_difference_is_reported() -> None:
     sets = versions()["instruction sets"]
     (line,) = differences({**versions(), "instruction sets": f"{sets} avx512_other"})
     assert "instruction sets avx512_other (now without these)" in line

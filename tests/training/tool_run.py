@@ -191,9 +191,7 @@ def teach(folder: Path, tags: tuple[str, ...] = TAGS) -> None:
 
 
 def _examples(*, python: bool) -> Sequence[_Example]:
-    """Search or answer at once; after a result answer or search again. Which place is right cannot be
-    told.
-    """
+    """Search or answer at once; after a result answer or search again. The right place is random."""
     replies = ["<search>{thing}</search>", "<answer>{place}</answer>"]
     contexts = ["", "<search>{thing}</search>\n<result>\n{thing}: {place}\n</result>\n"]
     if python:

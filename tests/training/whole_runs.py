@@ -1,6 +1,4 @@
-"""Tiny runs over every algorithm with a state of its own, and how two of them are compared: bit by bit, but
-for the clock.
-"""
+"""Tiny runs of every algorithm with a state of its own, and their comparison bit by bit without the clock."""
 
 import json
 import shutil
@@ -17,7 +15,6 @@ from tests.training.tool_run import (
     write_tool_run,
 )
 
-NUM_STEPS = 10
 _COMBINED = (
     "algorithm.type=combined",
     "algorithm.retrieval.num_hybrid=2",
@@ -98,17 +95,28 @@ CASES: Mapping[str, tuple[str, ...]] = {
 CLOCK = ("time/", "speed/", "memory/")
 
 
-def write_data(root: Path) -> None:
-    """Model, tasks, corpus, buffer, recipe and demonstrations."""
+MODELS = {"model-python": write_python_model, "model-house": write_house_model}
+
+
+def write_inputs(root: Path) -> None:
+    """Model, tasks, corpus, buffer, recipe, demonstrations; :func:`command` writes other models."""
     write_tool_run(root)
-    write_python_model(root / "model-python")
-    write_house_model(root / "model-house")
     write_demonstrations(root / "shown.jsonl")
+
+
+def write_data(root: Path) -> None:
+    """The inputs with all models."""
+    write_inputs(root)
+    for name, write in MODELS.items():
+        write(root / name)
 
 
 def command(root: Path, run: Path, case: str) -> list[str | Path]:
     """``train`` with a buffer of the run's own: an evolving one is written to."""
     overrides = [override.format(root=root) for override in CASES[case]]
+    for name, write in MODELS.items():
+        if f"model.name={root / name}" in overrides and not (root / name).exists():
+            write(root / name)
     recipe = root / "recipe.toml"
     if case not in ("rapo", "evolve"):
         recipe = root / "plain.toml"
@@ -128,9 +136,9 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def differences(one: Path, other: Path, *, num_steps: int = NUM_STEPS) -> list[str]:
-    """Names of what differs: weights, optimiser, state, memory, metrics, evaluations, traces, the buffer's
-    rows, files left over.
+def differences(one: Path, other: Path, *, num_steps: int) -> list[str]:
+    """Names of different parts: weights, optimizer, state, memory, metrics, evaluations, traces, the buffer's
+    rows, and files left over.
     """
     last = Path("checkpoints") / f"step-{num_steps:06d}"
     files = [

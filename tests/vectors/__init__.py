@@ -12,3 +12,9 @@ def load_vectors(*names: str) -> dict[str, dict[str, Any]]:
         cases = json.loads((Path(__file__).parent / f"{name}.json").read_text())
         found |= cases if isinstance(cases, dict) else {case["id"]: case for case in cases}
     return found
+
+
+def load_vector(file: str, case: str) -> tuple[Any, Any]:
+    """Return the inputs and the expected values of one case."""
+    found = load_vectors(file)[case]
+    return found["inputs"], found["expected"]

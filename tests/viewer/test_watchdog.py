@@ -11,8 +11,7 @@ from outrider.environments.base import StepResult
 from outrider.rollout.hooks import RolloutStatus
 from outrider.types import Message, Task
 from outrider.viewer.progress import PlainProgress, Progress, WatchedProgress
-from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
-from tests.rollout.test_scheduler import facts
+from tests.rollout.fakes import Factory, Fake, contents, scheduler, scripted, tasks
 from tests.viewer.test_progress import Clock
 
 END = StepResult(message=None, done=True)
@@ -122,7 +121,7 @@ def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() 
 
         runs = scheduler(scripted(lambda request, context: "a."), Factory(make))
         runs.rollout_status = given or RolloutStatus()
-        return facts(runs.run(tasks(2), modes=("m",), training_step=0))
+        return contents(runs.run(tasks(2), modes=("m",), training_step=0))
 
     with closing(WatchedProgress(display, rollout_status=whereabouts, after_s=0.1)) as watchdog:
         watchdog.stage("evaluate", 2)

@@ -67,11 +67,18 @@ def group_normalized_advantages_per_rollout(
     """
     if eps < 0.0:
         raise ValueError(f"eps must not be negative, got {eps}")
-    scorable, assigned = _split(returns)
-    reason = _no_signal_reason(scorable, spread_tolerance)
-    if reason is not None:
+    all_returns = _floats(returns)
+    if all_returns.size == 0:
+        raise ValueError("a group needs at least one rollout")
+    assigned = ~np.isnan(all_returns)
+    scorable = all_returns[assigned]
+    if not has_spread(scorable, spread_tolerance):
+        reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
         return RolloutAdvantages(
-            values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
+            values=np.zeros(assigned.size),
+            assigned=assigned,
+            has_signal=False,
+            reason=reasons[min(scorable.size, 2)],
         )
     centred = scorable - math.fsum(scorable) / scorable.size
     if normalize_std:
@@ -99,26 +106,6 @@ def leave_one_out_advantages_per_rollout(
     return replace(centred, values=centred.values * (size / (size - 1))) if size > 1 else centred
 
 
-def _split(returns: Returns) -> tuple[Float64Array, BoolArray]:
-    """Return the returns that exist, and the mask [N] of the rollouts that have one."""
-    values = _floats(returns)
-    if values.size == 0:
-        raise ValueError("a group needs at least one rollout")
-    assigned = ~np.isnan(values)
-    return values[assigned], assigned
-
-
-def _no_signal_reason(scorable: Float64Array, spread_tolerance: float) -> NoSignalReason | None:
-    if scorable.size == 0:
-        return "unscorable"
-    if scorable.size == 1:
-        return "singleton"
-    return None if has_spread(scorable, spread_tolerance) else "no_spread"
-
-
-# Returns that are equal in exact arithmetic can differ by the rounding of their sums, about 1e-16 per
-# addition. Dividing such a difference by the std would turn it into advantages of +-1. Real differences are
-# far larger.
 _SPREAD_TOLERANCE = 1e-9
 
 
@@ -322,7 +309,7 @@ def mixed_group_advantages_per_rollout(
     elif normalize_std:
         advantages /= _sample_std(own) + eps
     has_signal = bool(advantages.any())
-    reasons: tuple[NoSignalReason, NoSignalReason, NoSignalReason] = ("unscorable", "singleton", "no_spread")
+    reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
     return RolloutAdvantages(
         values=advantages,
         assigned=~np.isnan(values),
@@ -340,7 +327,7 @@ def overlong_penalty(*, length: int, max_length: int, buffer: int, factor: float
     """
     if not 0 < buffer <= max_length or factor < 0.0:
         raise ValueError(
-            f"impossible overlong punishment: max_length {max_length}, buffer {buffer}, factor {factor}"
+            f"invalid overlong penalty: max_length {max_length}, buffer {buffer}, factor {factor}"
         )
     excess = length - (max_length - buffer)
     return -factor * min(1.0, excess / buffer) if excess > 0 else 0.0
@@ -392,7 +379,7 @@ def replayable_groups(
 def _floats(returns: Returns) -> Float64Array:
     values = np.array([math.nan if value is None else float(value) for value in returns], dtype=np.float64)
     if np.isinf(values).any():
-        raise ValueError("an infinite return cannot be credited")
+        raise ValueError("a return is infinite")
     return values
 
 

@@ -21,7 +21,6 @@ from outrider.algorithms.loss_settings import (
     LossSettings,
     RejectionMask,
     SamplerCorrection,
-    require_new_fields,
     require_new_spelling,
 )
 from outrider.algorithms.presets import with_preset
@@ -80,12 +79,6 @@ class ObjectiveSettings(Settings):
     positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Reject fields of earlier versions, which nothing would read."""
-        super().__pydantic_init_subclass__(**kwargs)
-        require_new_fields(cls.__name__, cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod
@@ -201,24 +194,27 @@ class OffPolicyObjective(ObjectiveSettings):
     def _maskable(self) -> "OffPolicyObjective":
         if self.loss.type == "gspo" and self.student_mask != "none":
             raise ValueError(
-                "loss.type = gspo has one ratio a rollout, which student_mask cannot leave tokens out of"
+                "loss.type = gspo has one ratio per rollout, so student_mask cannot mask single tokens: set "
+                "student_mask = none"
             )
         if self.loss.type == "reinforce":
             raise ValueError(
-                "loss.type = reinforce has no ratio, and rollouts without their tips are trained in "
-                "another context"
+                "loss.type = reinforce has no ratio, which rollouts that are trained without their tips need"
             )
         return self
 
     def old_logprobs(self, start_T: "Tensor", with_tips_T: "Tensor | None") -> "OldLogprobs":
-        """Return the denominators selected by ``old_context`` for the rollouts trained without their tips."""
-        from outrider.algorithms.losses import old_logprobs_without_tips
+        """Return the denominators selected by ``old_context`` for the rollouts trained without their tips
+        (EMPO², Table 3 and Algorithm 1).
+        """
+        if with_tips_T is None:
+            return super().old_logprobs(start_T, with_tips_T)
+        from outrider.algorithms.losses import OldLogprobs
 
-        return (
-            super().old_logprobs(start_T, with_tips_T)
-            if with_tips_T is None
-            else old_logprobs_without_tips(start_T, with_tips_T, self)
-        )
+        is_without_tips_T = ~with_tips_T.isnan()
+        trainer_T = with_tips_T.where(is_without_tips_T, start_T)
+        old_T = trainer_T if self.old_context == "acting" else start_T
+        return OldLogprobs(old_T=old_T, trainer_T=trainer_T, is_without_tips_T=is_without_tips_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the configured loss, masked by ``student_mask``."""
@@ -299,7 +295,7 @@ def require_unassigned(nodes: Iterable[Node]) -> None:
     seen: set[int] = set()
     for node in nodes:
         if node.credit is not None or node.shares is not None or id(node) in seen:
-            raise ValueError(f"node {node.node_id} already has credit")
+            raise ValueError(f"node {node.node_id} already has an advantage")
         seen.add(id(node))
 
 
@@ -334,7 +330,7 @@ def write_advantages(
     for node_id, shared in users.items():
         node = trace.nodes[node_id]
         if node.credit is not None or node.shares is not None or (len(shared) > 1 and attribution is None):
-            raise ValueError(f"node {node_id} already has credit")
+            raise ValueError(f"node {node_id} already has an advantage")
         if len(shared) > 1 and attribution == "soft":
             node.shares = {
                 rollout: Share((value,) * len(node.token_ids), scale) for rollout, value, scale in shared

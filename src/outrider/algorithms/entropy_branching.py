@@ -143,17 +143,17 @@ def require_countable(objective: ObjectiveSettings, attribution: Attribution) ->
         or (rejection is not None and rejection.scope != "token")
     ):
         raise ValueError(
-            "branching shares tokens between rollouts, whose ratios as a whole differ: use ratios of tokens"
+            "branching shares tokens between rollouts with different sequence ratios: use ratios of tokens"
         )
     if attribution == "hard" and objective.positive_nll > 0:
         raise ValueError(
-            "attribution = hard gives a shared token to one rollout, "
-            "whose success positive_nll would take for all"
+            "attribution = hard trains a shared token for one rollout only, so positive_nll cannot weight it "
+            "by the success of all"
         )
     if attribution == "hard" and objective.aggregation == "sequence_mean_token_mean":
         raise ValueError(
-            "attribution = hard counts a shared token once, which "
-            "sequence_mean_token_mean cannot; use token_mean"
+            "attribution = hard counts a shared token once, which aggregation = sequence_mean_token_mean "
+            "cannot; use token_mean"
         )
 
 

@@ -110,15 +110,15 @@ class ExplorationSettings(ObjectiveSettings):
                 )
             if self.loss.type != "clip" and ratio_weight > 0:
                 raise ValueError(
-                    f"loss.type = {self.loss.type} does not know RAPO's ratio: set ratio_weight = 0 or "
+                    f"loss.type = {self.loss.type} does not support RAPO's ratio: set ratio_weight = 0 or "
                     "loss.type = clip"
                 )
         if parts.branch is not None:
             self._check_first_wave(parts.branch)
             if parts.branch.attribution == "hard" and ratio_weight > 0:
                 raise ValueError(
-                    "branch.attribution = hard needs ratio_weight = 0: leaves "
-                    "of one token would scale its ratio differently"
+                    "branch.attribution = hard needs ratio_weight = 0, because rollouts that share a token "
+                    "scale its ratio differently"
                 )
             require_countable(self, parts.branch.attribution)
         return self
@@ -143,8 +143,7 @@ class ExplorationSettings(ObjectiveSettings):
             )
         if retrieval.form == "turn" and not is_inline(run.environment):
             raise ValueError(
-                "retrieval.form = turn needs the tag protocol (factbook, tools): elsewhere results are "
-                "messages"
+                "retrieval.form = turn needs an environment with the tag protocol (factbook, tools)"
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
@@ -254,7 +253,7 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
     def _check_first_wave(self, branch: BranchSettings) -> None:
         if branch.first_wave >= self.group_size and not branch.pre_monitor:
             raise ValueError(
-                f"branch.first_wave {branch.first_wave} leaves no place for forks "
+                f"branch.first_wave {branch.first_wave} leaves no room for forks "
                 f"in group_size {self.group_size}"
             )
 

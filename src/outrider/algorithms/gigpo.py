@@ -40,7 +40,7 @@ def discounted_returns_per_turn(rewards: Sequence[float], *, gamma: float) -> li
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma must lie in [0, 1], got {gamma}")
     if not all(map(math.isfinite, rewards)):
-        raise ValueError("a step reward that is not finite cannot be credited")
+        raise ValueError("a step reward is not finite")
     returns: list[float] = []
     later_return = 0.0
     for reward in reversed(rewards):

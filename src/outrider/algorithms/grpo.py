@@ -87,7 +87,7 @@ class OverlongSettings(Settings):
         buffer = self.buffer or max(1, longest // _BUFFER_SHARE)
         if buffer > longest or longest - buffer >= max_response_tokens:
             raise ValueError(
-                f"the overlong punishment begins after {longest - buffer} tokens, "
+                f"the overlong penalty begins after {longest - buffer} tokens, "
                 f"and a response has at most {max_response_tokens}: "
                 "set overlong.max_tokens and overlong.buffer"
             )
@@ -257,7 +257,7 @@ class GrpoSettings(GroupSettings):
         if self.advantage_std == "population" and self.advantage != "group_normalized":
             raise ValueError(f"advantage_std = population has no meaning with advantage = {self.advantage}")
         if self.advantage_std == "batch" and self.advantage == "group_centered":
-            raise ValueError("advantage = group_centered divides by no std: leave advantage_std out")
+            raise ValueError("advantage = group_centered divides by no std: remove advantage_std")
         return self
 
 
@@ -316,14 +316,14 @@ class ReinforcePlusPlusSettings(GroupSettings):
     def _validate(self) -> "ReinforcePlusPlusSettings":
         if self.advantage != "group_centered":
             raise ValueError(
-                "REINFORCE++ whitens over the batch: leave advantage out "
+                "REINFORCE++ whitens over the batch: remove advantage "
                 "(group_baseline = true centres in the group)"
             )
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
         if self.group_baseline and (self.gamma != 1.0 or self.reward_kl_weight > 0):
             raise ValueError(
-                "group_baseline = true has one value a rollout: no gamma, "
+                "group_baseline = true has one value per rollout: no gamma, "
                 "and a KL in the loss (kl_weight) instead"
             )
         return self
@@ -421,17 +421,18 @@ class RejectionSettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _validate(self) -> "RejectionSettings":
         if self.advantage != "group_centered":
-            raise ValueError("rejection sampling has advantages of 0 and 1: leave advantage out")
+            raise ValueError("rejection sampling has advantages of 0 and 1: remove advantage")
         if self.aggregation != "token_mean":
             raise ValueError(
-                "rejection sampling averages over the tokens of the kept rollouts: aggregation = token_mean"
+                "rejection sampling averages over the tokens of selected rollouts: set aggregation = "
+                "token_mean"
             )
         if self.positive_nll > 0:
             raise ValueError(
-                "rejection sampling is a negative log-likelihood of its own: leave positive_nll out"
+                "the loss of rejection sampling already is a negative log-likelihood: remove positive_nll"
             )
         if self.max_kept is not None and self.keep != "all":
-            raise ValueError(f"keep = {self.keep} keeps one rollout a task: leave max_kept out")
+            raise ValueError(f"keep = {self.keep} selects one rollout per task: remove max_kept")
         return self
 
 
@@ -455,7 +456,7 @@ class Rejection(OnPolicyGroup):
             leaf.advantage = None if leaf.episode_return is None else float(leaf.rollout in selected)
             for node in path if leaf.rollout in selected else ():
                 if node.trainable and node.credit is not None:
-                    raise ValueError(f"node {node.node_id} already has credit")
+                    raise ValueError(f"node {node.node_id} already has an advantage")
                 if node.trainable:
                     node.credit = (1.0,) * len(node.token_ids)
         advantages = RolloutAdvantages(

@@ -48,7 +48,7 @@ class CispoLoss(Settings):
     @model_validator(mode="after")
     def _bounded(self) -> "CispoLoss":
         if self.ratio_floor >= self.ratio_cap:
-            raise ValueError(f"ratio_floor {self.ratio_floor} lies not below ratio_cap {self.ratio_cap}")
+            raise ValueError(f"ratio_floor {self.ratio_floor} is not below ratio_cap {self.ratio_cap}")
         return self
 
 
@@ -92,7 +92,7 @@ class SamplerCorrection(Settings):
     @model_validator(mode="after")
     def _bounded(self) -> "SamplerCorrection":
         if (self.lower or 0.0) >= self.upper:
-            raise ValueError(f"lower {self.lower} lies not below upper {self.upper}")
+            raise ValueError(f"lower {self.lower} is not below upper {self.upper}")
         return self
 
 
@@ -113,9 +113,9 @@ class RejectionMask(Settings):
     @model_validator(mode="after")
     def _bounded(self) -> "RejectionMask":
         if self.statistic != "k1" and self.lower is not None:
-            raise ValueError(f"{self.statistic} is never negative: it has no lower bound")
+            raise ValueError(f"{self.statistic} is never negative: remove lower")
         if self.statistic == "k1" and self.scope == "max":
-            raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+            raise ValueError("k1 is signed, so its maximum over a rollout does not bound its minimum")
         if self.statistic == "k1" and (self.lower or 1.0 / self.upper) >= self.upper:
             raise ValueError(
                 "the bounds of k1 are ratios with lower < upper; without lower, upper is above 1"
@@ -151,25 +151,11 @@ _KINDS: Final[Mapping[str, type[Settings]]] = {
 }
 
 
-def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
-    """Raise TypeError if the settings class ``name`` of a plug-in declares a key that is now in a section,
-    because nothing would read it.
-    """
-    for key in fields:
-        if key in _MOVED:
-            section = _MOVED[key].partition(".")[0]
-            raise TypeError(f"{name}.{key} is {_MOVED[key]} now: give the field {section} a default")
-    for key in ("loss", "sampler_correction"):
-        default = fields[key].default
-        if default is not None and not isinstance(default, Settings):
-            raise TypeError(f"{name}.{key} is a section now (outrider.algorithms.loss_settings)")
-
-
 def require_new_spelling(table: Mapping[str, Any]) -> None:
     """Raise ValueError for a flat key of an earlier version; the message has its new name."""
     for key in table:
         if key in _MOVED:
-            raise ValueError(f"the key {key} is called {_MOVED[key]} now")
+            raise ValueError(f"the key {key} is now {_MOVED[key]}")
     if isinstance(table.get("loss"), str):
         raise ValueError(
             f"loss is a section now: loss.type = {table['loss']}"[:80] + ", whose clip is its own"
@@ -216,7 +202,7 @@ def plain_clip(loss: LossSettings, *, method: str) -> ClipLoss:
     """
     if loss.type != "clip" or loss.dual_clip is not None or loss.keep_clipped_gradient:
         raise ValueError(
-            f"{method} has a token loss of its own: loss.type = clip, without dual_clip and "
+            f"{method} has its own token loss: set loss.type = clip, without dual_clip and "
             "keep_clipped_gradient"
         )
     return loss

@@ -75,7 +75,7 @@ def clipped_surrogate_per_token(
             ``dual_clip`` <= 1.
     """
     if not 0.0 <= clip_low <= 1.0 or clip_high < 0.0 or (dual_clip is not None and dual_clip <= 1.0):
-        raise ValueError(f"impossible clip: low {clip_low}, high {clip_high}, dual {dual_clip}")
+        raise ValueError(f"invalid clip: low {clip_low}, high {clip_high}, dual {dual_clip}")
     require_tokens(logprobs=logprobs, advantages=advantages)
     positive, negative = advantages.detach().clamp(min=0.0), advantages.detach().clamp(max=0.0)
     ratio = token_ratio(logprobs=logprobs, old_logprobs=old_logprobs)
@@ -303,7 +303,7 @@ def cispo_per_token(
     of a clipped surrogate. Raises ValueError unless ``0 <= floor < cap``.
     """
     if not 0.0 <= floor < cap:
-        raise ValueError(f"impossible bounds of the weight: floor {floor}, cap {cap}")
+        raise ValueError(f"invalid bounds of the weight: floor {floor}, cap {cap}")
     require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     weights, detached_advantages = (
         token_ratio(logprobs=logprobs.detach(), old_logprobs=old_logprobs),
@@ -397,6 +397,7 @@ def luffy_per_token(
     """
     if shaping is not None and shaping <= 0.0:
         raise ValueError(f"shaping must be positive or None, got {shaping}")
+    require_tokens(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     demonstrated = is_demonstration.bool()
     own = clipped_surrogate_per_token(
         logprobs=logprobs,
@@ -479,22 +480,6 @@ def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> 
         ratio_scale=inputs.ratio_scale_T,
         keep_clipped_gradient=loss.keep_clipped_gradient,
     )
-
-
-def old_logprobs_without_tips(
-    start_T: Tensor, with_tips_T: Tensor, objective: "OffPolicyObjective"
-) -> OldLogprobs:
-    """Return the denominators for rollouts that are trained without the tips that they were sampled with
-    (EMPO², Table 3 and Algorithm 1).
-
-    Args:
-        start_T: log-probs of the policy at the start of the update, in the context that is trained.
-        with_tips_T: log-probs in the context with tips, NaN for tokens of rollouts without removed tips.
-    """
-    is_without_tips_T = ~with_tips_T.isnan()
-    trainer_T = torch.where(is_without_tips_T, with_tips_T, start_T)
-    old_T = trainer_T if objective.old_context == "acting" else start_T
-    return OldLogprobs(old_T=old_T, trainer_T=trainer_T, is_without_tips_T=is_without_tips_T)
 
 
 def without_tips_mask(

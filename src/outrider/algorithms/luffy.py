@@ -70,7 +70,9 @@ class LuffySettings(ObjectiveSettings):
         if self.advantage == "leave_one_out":
             raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
         if self.demonstrations is not None and not self.num_demonstrations:
-            raise ValueError("demonstrations names a file, and num_demonstrations = 0 leaves it out")
+            raise ValueError(
+                "num_demonstrations = 0 disables demonstrations: remove the file of demonstrations"
+            )
         return self
 
     @property

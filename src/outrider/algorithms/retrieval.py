@@ -157,11 +157,10 @@ class RetrievalAdvantageSettings(Settings):
     def _rewards_something(self) -> "RetrievalAdvantageSettings":
         if not self.quality and self.timing == "none":
             raise ValueError(
-                "quality = false with timing = none leaves no retrieval reward: "
-                "set advantage_weight = 0 instead"
+                "quality = false with timing = none is no retrieval reward: set advantage_weight = 0 instead"
             )
         if not self.quality and self.sign == "increase":
-            raise ValueError("sign acts on the quality term, which is off")
+            raise ValueError("sign changes the quality term, and quality = false: remove sign")
         return self
 
 
@@ -279,7 +278,7 @@ class RetrievalSettings(Settings):
     @model_validator(mode="after")
     def _validate(self) -> "RetrievalSettings":
         if self.mode == "execute" and self.level != "step":
-            raise ValueError(f"mode = execute replays one action: level = {self.level} has no meaning there")
+            raise ValueError("mode = execute replays one action: set level = step")
         if (self.schedule == "constant") != (self.final_probability is None):
             raise ValueError("final_probability belongs to schedule = linear or cosine and to no other")
         return self

@@ -77,8 +77,9 @@ class RetrospexSettings(LocalSettings):
         if self.allow_training:
             return ""
         return (
-            "engine.type = retrospex is for evaluations: what a critic chooses is not drawn as its log-probs "
-            "say, and training on it is biased; engine.allow_training = true trains all the same"
+            "engine.type = retrospex is for evaluations: turns that a critic chooses are not distributed as "
+            "their log-probs say, so training on them is biased; set engine.allow_training = true to train"
+            " nevertheless"
         )
 
     @model_validator(mode="before")
@@ -189,7 +190,7 @@ def encode_turns(trajectories: Iterable[Trajectory], embedder: Embedder) -> Turn
     """Encode trajectories, embedding each distinct text once. Raises DataError if there is no action."""
     transitions = [transition for trajectory in trajectories for transition in to_transitions(trajectory)]
     if not transitions:
-        raise DataError("the trajectories hold no turn to learn from")
+        raise DataError("the trajectories contain no turn")
     rows: dict[str, int] = {}
 
     def number(texts: Sequence[str]) -> list[int]:

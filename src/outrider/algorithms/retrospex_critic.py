@@ -101,7 +101,7 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
             dict(description["settings"]),
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} does not say what it was trained on") from error
+        raise DataError(f"{path} does not record what it was trained on") from error
     settings = validate(CriticSettings, table)
     embedder: Embedder = load_embedder(settings.embedder)
     if embedder.name != name:
@@ -110,9 +110,11 @@ def load_critic(path: Path, load_embedder: Callable[[str], Embedder]) -> Critic:
     try:
         networks.load_state_dict(weights)
     except RuntimeError as error:
-        raise DataError(f"{path} holds other networks than it says") from error
+        raise DataError(f"{path} contains networks of other sizes than it records") from error
     if not all(weight.isfinite().all() for weight in weights.values()):
-        raise DataError(f"{path} holds weights that are no numbers")  # argmax of NaN would be the first turn
+        raise DataError(
+            f"{path} contains weights that are not finite"
+        )  # argmax of NaN would be the first turn
     return Critic(networks, embedder, settings)
 
 
@@ -187,7 +189,7 @@ def train(
         # One step for both losses: they share no weights, and each detaches its target.
         total_loss = v_loss + q_loss
         if not total_loss.isfinite():
-            raise DataError(f"the critic diverged in update {number}: give it a smaller learning_rate")
+            raise DataError(f"the critic diverged in update {number}: set a smaller learning_rate")
         total_loss.backward()
         adam.step()
         update_target(target, networks, rate=settings.target_rate)

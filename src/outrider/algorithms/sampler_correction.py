@@ -138,7 +138,7 @@ def sampler_weights_per_token(
     """
     low, high = lower or 0.0, math.inf if upper is None else upper
     if not 0.0 <= low < high:
-        raise ValueError(f"impossible bounds of the sampler correction: {lower} and {upper}")
+        raise ValueError(f"invalid bounds of the sampler correction: {lower} and {upper}")
     log_weights = _difference(old_logprobs, sampler_logprobs)
     if level != "token":
         reduce: Literal["sum", "mean"] = "sum" if level == "sequence" else "mean"
@@ -198,7 +198,7 @@ def rejection_mask_per_token(
     """
     if statistic == "k1":
         if scope == "max":
-            raise ValueError("k1 has a sign: its maximum over a rollout says nothing about the other side")
+            raise ValueError("k1 is signed, so its maximum over a rollout does not bound its minimum")
         low = 1.0 / upper if lower is None and upper > 0.0 else lower or 0.0
         if not 0.0 < low < upper:
             raise ValueError(f"k1 needs ratios 0 < lower < upper, got {lower} and {upper}")

@@ -63,16 +63,14 @@ class TreeGrpoSettings(ObjectiveSettings):
     def _validate(self) -> "TreeGrpoSettings":
         if self.group_size != self.num_trees * self.tree_size:
             raise ValueError(
-                f"group_size follows from the trees, {self.num_trees * self.tree_size} here: leave it out"
+                f"group_size is derived from the trees ({self.num_trees * self.tree_size}): remove it"
             )
         if self.num_kept is not None and self.num_kept > self.tree_size:
             raise ValueError(f"num_kept {self.num_kept} exceeds the {self.tree_size} leaves of a tree")
         if self.advantage != "group_normalized":
-            raise ValueError("tree_grpo has an advantage of its own: see combination")
+            raise ValueError("tree_grpo has its own advantages: remove advantage and set combination")
         if self.combination != "sum" and min(self.num_kept or self.tree_size, self.tree_size) < 2:
-            raise ValueError(
-                f"combination = {self.combination} needs two leaves a tree: a tree of one tells nothing apart"
-            )
+            raise ValueError(f"combination = {self.combination} needs at least two leaves per tree")
         require_countable(self, "soft")
         return self
 

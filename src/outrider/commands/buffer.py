@@ -44,7 +44,7 @@ def add_buffer(parser: argparse.ArgumentParser) -> None:
     add_smoke(imported)
     imported.set_defaults(command=_import, interrupted="; the same command continues")
     shown = (
-        ("stats", _stats, "what a buffer holds"),
+        ("stats", _stats, "contents of a buffer"),
         ("query", _query, "the steps that a rollout with this history would get"),
     )
     for name, command, meaning in shown:
@@ -61,7 +61,7 @@ def _build(parsed: argparse.Namespace) -> int:
     from outrider import api
 
     if parsed.endpoint is None and parsed.endpoint_model != "default":
-        raise ConfigError("--endpoint-model goes with --endpoint URL")
+        raise ConfigError("--endpoint-model needs --endpoint URL")
     endpoint, num_trajectories, overrides = parsed.endpoint, parsed.num_trajectories, parsed.overrides
 
     def make_settings(values: Sequence[str]) -> "RunSettings":

@@ -57,7 +57,7 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
             environment.close()
     except OutriderError:
         raise
-    except Exception as error:  # somebody else's code
+    except Exception as error:  # a plug-in may raise anything
         raise EnvironmentFault(
             f"the environment cannot start task {task.key!r}{describe_exception(error)}"
         ) from error
@@ -186,7 +186,7 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
 
 
 def _call_plugin(problem: str, call: Callable[[], T]) -> T:
-    """What somebody else's code returns. Raises EnvironmentFault, one line, for what it raises."""
+    """Call a plug-in. Raises EnvironmentFault with one line for any exception."""
     try:
         return call()
     except OutriderError:

@@ -1,4 +1,4 @@
-"""``outrider eval``: on a recipe's held-out panel, on named task sets, and kept replies graded again."""
+"""``outrider eval``: on a recipe's held-out panel, on named task sets, and grading of stored replies."""
 
 import argparse
 from pathlib import Path
@@ -43,7 +43,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         "--regrade",
         type=Path,
         metavar="RUN",
-        help="grade the kept replies of this directory again; plays nothing",
+        help="grade the stored replies of this directory again, without a model",
     )
     tasks.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible base URL, in place of --model")
     tasks.add_argument("--endpoint-model", help="its name on the server (default: the first that is served)")
@@ -71,14 +71,14 @@ def _evaluate(parsed: argparse.Namespace) -> int:
         parsed.recipe, parsed.overrides = None, [parsed.recipe, *parsed.overrides]
     task_options = [name for name in _ONLY_WITH_TASKS if vars(parsed)[name] is not None]
     if parsed.smoke and is_without_recipe:
-        raise ConfigError("--smoke goes with a recipe; --limit N shortens --tasks")
+        raise ConfigError("--smoke needs a recipe; use --limit N with --tasks")
     if parsed.regrade is not None:
         return _regrade(parsed)
     if parsed.tasks is not None:
         return _evaluate_tasks(parsed)
     if task_options:
         raise ConfigError(
-            f"--{task_options[0].replace('_', '-')} goes with --tasks NAME; a recipe has settings of its own"
+            f"--{task_options[0].replace('_', '-')} needs --tasks NAME; a recipe has its own settings"
         )
     if parsed.recipe is None:
         raise ConfigError("give a recipe, or --tasks NAME")
@@ -89,7 +89,7 @@ def _evaluate_tasks(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.tasks import EvalTasksSettings, environment_names, find_benchmark, is_environment
 
     if parsed.recipe is not None or parsed.adapt is not None:
-        raise ConfigError("--tasks goes with neither a recipe nor --adapt")
+        raise ConfigError("--tasks cannot be combined with a recipe or --adapt")
     settings = load_settings(
         EvalTasksSettings, file=None, overrides=[*parsed.overrides, *_flag_overrides(parsed)]
     )
@@ -113,9 +113,7 @@ def _regrade(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.regrade import regrade_replies
 
     if parsed.recipe is not None or parsed.adapt is not None or parsed.run is not None or parsed.dry_run:
-        raise ConfigError(
-            "--regrade RUN goes with neither a recipe nor --run, --adapt or --dry-run: it plays nothing"
-        )
+        raise ConfigError("--regrade RUN cannot be combined with a recipe, --run, --adapt or --dry-run")
     return regrade_replies(parsed.regrade, [*parsed.overrides, *_flag_overrides(parsed)])
 
 
@@ -123,7 +121,7 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
     from outrider import api
 
     if parsed.method != "tips" and parsed.adapt is None:
-        raise ConfigError("--method goes with --adapt K")
+        raise ConfigError("--method needs --adapt K")
     recipe_overrides = recipe_changes(parsed)
     options = {"checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method}
     with smoke(

@@ -29,14 +29,17 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``verify``."""
     parser.add_argument("pack", type=Path)
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=PATH", help="files that its recipes name and it does not hold"
+        "overrides",
+        nargs="*",
+        metavar="key=PATH",
+        help="files that the recipes name and the pack lacks",
     )
     replay_group = parser.add_mutually_exclusive_group()
-    replay_group.add_argument("--replay", metavar="ROW", help="the row to play again (default: the cheapest)")
+    replay_group.add_argument("--replay", metavar="ROW", help="the row to replay (default: the cheapest)")
     replay_group.add_argument(
-        "--no-replay", action="store_true", help="play nothing again; needs neither torch nor a model"
+        "--no-replay", action="store_true", help="replay nothing; needs neither torch nor a model"
     )
-    parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder that keeps what is played")
+    parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder for the replayed run")
     parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     parser.set_defaults(command=_verify)
 
@@ -50,14 +53,26 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from outrider.evaluation.verify import print_checks, verify
-    from outrider.printing import Terminal
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from outrider.evaluation.packs import CHECKSUM, verify
+    from outrider.printing import Terminal, one_line
 
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
     local_paths = {key: Path(path) for key, _, path in (item.partition("=") for item in parsed.overrides)}
     verified = verify(parsed.pack)
-    print_checks(parsed.pack, verified, Terminal())
+    tables, sha256 = verified.tables, (parsed.pack / CHECKSUM).read_text()
+    counts = {"evaluations": "evaluations", "panels": "scores of task sets", "exact": "rows of exact returns",
+              "costs": "runs' costs"}  # fmt: skip
+    contents = ", ".join(f"{len(tables[key])} {name}" for key, name in counts.items() if tables[key])
+    table = Table(
+        "check", Column("result", overflow="fold"), title=Text(one_line(f"{parsed.pack.name}, {sha256[:12]}"))
+    )
+    table.add_row("files", f"{len(verified.manifest.files)} unchanged, none missing, none added")
+    table.add_row("tables", f"recomputed from the results, identical: {contents or 'empty'}")
+    Terminal().print(table)
     if parsed.no_replay:
         return 0
     from outrider.evaluation.pack_replay import replay_row

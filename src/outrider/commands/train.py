@@ -133,16 +133,16 @@ def _train(parsed: argparse.Namespace) -> int:
         parsed.recipe, parsed.overrides = None, [str(parsed.recipe), *parsed.overrides]
     new_run_options = (parsed.run, parsed.model, parsed.ray_address)
     if parsed.resume is not None and parsed.recipe is None and any(new_run_options):
-        raise ConfigError("a resumed run keeps its model, its directory and the address of its Ray")
+        raise ConfigError("a resumed run has its own model, directory and Ray address")
     if parsed.changed_plugins and parsed.resume is None:
-        raise ConfigError("--changed-plugins goes with --resume RUN")
+        raise ConfigError("--changed-plugins needs --resume RUN")
     if parsed.dry_run and parsed.resume is not None and parsed.recipe is None:
         from outrider.training.run_dir import extend_settings
 
         resumed_settings = extend_settings(parsed.resume / "config.toml", parsed.overrides)
         return print_settings(resumed_settings, None, parsed.overrides, others="run")
     if parsed.smoke and parsed.resume is not None:
-        raise ConfigError("--smoke goes with a recipe; a smoke run goes on without it")
+        raise ConfigError("--smoke needs a recipe; resume a smoke run without it")
     recipe_overrides = recipe_changes(parsed)
     if parsed.ray_address is not None:
         recipe_overrides.append(f"cluster.ray_address={parsed.ray_address}")

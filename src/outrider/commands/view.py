@@ -13,11 +13,11 @@ from outrider.printing import print_lines
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``view``."""
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders that hold them"
+        "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders with run directories"
     )
     parser.add_argument("--port", type=int, default=0, help="default: any that is free")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="another address than loopback asks for the token that is printed"
+        "--host", default="127.0.0.1", help="addresses other than loopback require the printed token"
     )
     parser.add_argument("--open", action="store_true", help="open the browser too")
     parser.add_argument(

@@ -352,7 +352,7 @@ class ShardedLearner:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
-        self.language_model, self.trained = _load_copy(settings)
+        self.language_model, self.trained_parameters = _load_copy(settings)
         require_shardable(str(_folder(settings)))
         self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
         self._connected_actors: list[Any] = []

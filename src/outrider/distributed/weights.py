@@ -121,7 +121,9 @@ def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor
         require_ties(model)
         weights = merge_adapters(model)
         return dict(to_folder_format(model, weights.items())) if engine.has_own_processes else weights
-    return {name: parameter for name, parameter in model.named_parameters() if name in learner.trained}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if name in learner.trained_parameters
+    }
 
 
 def require_ties(model: nn.Module) -> None:

@@ -246,6 +246,7 @@ class EpisodeFactory:
 
     def __init__(self, environment: type[Environment], settings: Any, shared: Any) -> None:
         self._environment, self._settings, self._shared = environment, settings, shared
+        self.call_budget = getattr(shared, "call_budget", None)  # the scheduler reads it
 
     def __call__(self, task: Task) -> "EnvironmentEpisode":
         environment = self._environment(self._settings, self._shared)

@@ -177,7 +177,7 @@ class HouseConfig(EnvironmentSettings):
         return make_house(self.house, self.house_seed, str(split), int(str(index))), str(thing)
 
 
-class House(Environment):
+class HouseEnvironment(Environment):
     """One search. The observation ends with what the player sees."""
 
     Settings = HouseConfig

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import IO
 
 STATUS_PREFIX = "ended with status "
 _PATIENCE_S = 2.0
@@ -29,6 +31,21 @@ def supervised_command(
     """
     stdin = str(-1 if stdin_fd is None else stdin_fd)
     return [sys.executable, "-I", "-S", __file__, stdin, str(status_fd), *command]
+
+
+def drain_output(stream: "IO[bytes] | None", lines: "deque[bytes]") -> threading.Thread:
+    """Read a pipe to its end in the background, so that the process never blocks on a full pipe. The last
+    lines, up to the maximum length of ``lines``, are stored there.
+    """
+
+    def read() -> None:
+        if stream is not None:
+            with stream:
+                lines.extend(stream)
+
+    thread = threading.Thread(target=read, name="simulator-output", daemon=True)
+    thread.start()
+    return thread
 
 
 def _supervise(stdin_fd: int, status_fd: int, command: list[str]) -> None:

@@ -3,15 +3,16 @@
 import copy
 import re
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Literal, Protocol, Self
+from dataclasses import dataclass
+from typing import ClassVar, Final, Protocol, Self
 
-from outrider.environments.base import Env, EnvironmentFactory, Episode, EpisodeResult, StepResult
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.environments.environment import Environment
 from outrider.errors import EnvironmentFault
-from outrider.types import Message, Step, Task
+from outrider.types import Step, Task
 
 STOP: Final = "</action>"
 MAX_ACTION_CHARACTERS: Final = 200
@@ -96,108 +97,124 @@ class Game(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class GameRecord:
-    """Counters of one episode."""
-
-    score: int = 0
-    max_score: int = 1
-    num_moves: int = 0
-    num_turns: int = 0
-    num_invalid: int = 0
-    num_refused: int = 0
-    won: bool = False
-    lost: bool = False
-    cut_by_moves: bool = False
-
-    @property
-    def done(self) -> bool:
-        return self.won or self.lost or self.cut_by_moves
+_COUNTERS: Final = (
+    "score", "max_score", "num_moves", "num_turns", "num_invalid", "num_refused", "lost", "cut_by_moves"
+)  # fmt: skip
 
 
-class GameEnvironment:
-    """One episode of a game. The observation is a user message.
+class TextGame(Environment):
+    """Base class of text games. The settings need ``max_moves``, ``show_admissible`` and
+    ``num_shown_actions``.
 
     ``close`` may come from another thread while a call is in progress. It does not wait: that thread then
     closes the game when its call returns, because closing a simulator in use may crash the process.
+
+    Class attributes:
+        title: name in error messages.
+        prompt: text before the game's opening.
+        reported: the counters that are metrics.
     """
 
-    name: ClassVar[str]
-    """Name in error messages."""
-    metrics: ClassVar[tuple[str, ...]]
-    """Fields of the record that are reported as metrics."""
+    stop = (STOP,)
+    title: ClassVar[str]
+    prompt: ClassVar[str] = ""
+    reported: ClassVar[tuple[str, ...]]
 
-    def __init__(self, open_game: Callable[[], Game], *, max_moves: int, num_shown: int = 0) -> None:
-        """``num_shown``: append up to this many possible commands to every observation."""
-        self._open_game = open_game
-        self._max_moves = max_moves
-        self._num_shown = num_shown
-        self._game: Game | None = None
-        self._record = GameRecord()
+    def __init__(self, settings: object = None, shared: object = None) -> None:
+        super().__init__(settings, shared)
+        self.game: Game | None = None
+        self._counters = dict.fromkeys(_COUNTERS, 0.0)
+        self._reply = Reply(text="")
+        self._is_over = False
         self._inside = threading.Lock()
         self._closed = False
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    @abstractmethod
+    def open_game(self) -> Game:
+        """Start the game of ``self.task``. Raises ConfigError for a task of other games."""
+
+    @abstractmethod
+    def solution(self) -> Sequence[str]:
+        """The expert's commands for ``self.task``."""
+
+    def reset(self, task: Task, seed: int) -> str:
         """Start the game. ``seed`` is not used, because a task is one fixed game."""
         with self._exclusive():
             self._end_game()
-            self._record = GameRecord()
-            self._game = game = self._open_game()
-            self._record.max_score = game.max_score
-            return (Message(role="user", content=game.opening + self._listing(game)),)
+            self._counters = dict.fromkeys(_COUNTERS, 0.0)
+            self._reply, self._is_over = Reply(text=""), False
+            self.game = game = self.open_game()
+            self._counters["max_score"] = float(game.max_score)
+            return self.prompt + game.opening + self._listing(game)
 
-    def step(self, message: Message) -> StepResult:
+    def step(self, action: str) -> StepResult:
         with self._exclusive():
-            record, game = self._record, self._game
-            if record.done:
-                raise RuntimeError(f"the {self.name} episode has ended")
-            if game is None:
-                raise EnvironmentFault(f"the {self.name} environment has no game; call reset first")
-            record.num_turns += 1
-            command, problem = parse_action(message.content)
-            problem = problem or self._find_problem(command)
+            if self._is_over:
+                raise RuntimeError(f"the {self.title} episode has ended")
+            if self.game is None:
+                raise EnvironmentFault(f"the {self.title} environment has no game; call reset first")
+            counters, game = self._counters, self.game
+            counters["num_turns"] += 1
+            command, problem = parse_action(action)
+            problem = problem or self.find_problem(command)
             if problem:
-                record.num_invalid += 1
-                return StepResult(message=Message(role="user", content=problem), invalid=True)
-            before, reply = self._value, game.act(command)
-            invalid, refused = self._classify(command, reply)
-            record.score, record.won, record.lost = reply.score, reply.won, reply.lost
-            record.num_moves += 1
-            record.num_invalid += invalid
-            record.num_refused += refused
-            record.cut_by_moves = not (reply.won or reply.lost) and record.num_moves >= self._max_moves
+                counters["num_invalid"] += 1
+                return StepResult(message=problem, invalid=True)
+            before, reply = self.value, game.act(command)
+            self._reply = reply
+            invalid, refused = self.classify(command, reply)
+            truncated = not (reply.won or reply.lost) and counters["num_moves"] + 1 >= self.settings.max_moves
+            counters["num_moves"] += 1
+            counters["num_invalid"] += invalid
+            counters["num_refused"] += refused
+            counters |= {
+                "score": float(reply.score),
+                "lost": float(reply.lost),
+                "cut_by_moves": float(truncated),
+            }
+            self._is_over = reply.won or reply.lost or truncated
             text = reply.text or "Nothing happens."
-            if record.done:
+            if self._is_over:
                 self._end_game()
             else:
                 text += self._listing(game)
             return StepResult(
-                message=Message(role="user", content=text),
-                reward=self._value - before,
-                done=record.done,
+                message=text,
+                reward=self.value - before,
+                done=self._is_over,
                 invalid=invalid,
                 refused=refused,
-                truncated=record.cut_by_moves,
+                truncated=truncated,
             )
 
     def result(self) -> EpisodeResult:
-        return EpisodeResult(
-            episode_return=self._value,
-            success=self._record.won,
-            metrics={name: float(getattr(self._record, name)) for name in self.metrics},
-        )
+        metrics = {name: self._counters[name] for name in self.reported}
+        return EpisodeResult(episode_return=self.value, success=self._reply.won, metrics=metrics)
 
-    def admitted(self) -> tuple[str, ...]:
-        """The commands that are possible now, sorted; empty without a game."""
-        return () if self._game is None else self._game.commands()
+    @property
+    def value(self) -> float:
+        """The return so far."""
+        return self._counters["score"] / (self._counters["max_score"] or 1.0)
+
+    def find_problem(self, command: str) -> str:
+        """Why a command must not reach the game, in words for the policy; empty if it may."""
+        return ""
+
+    def classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
+        """Whether the game could not parse the command, and whether it refused it."""
+        return False, reply.refused
+
+    def expert(self) -> Sequence[Step] | None:
+        """Steps of the solution; None if it does not succeed, for example within ``max_moves``."""
+        return play_commands(self, self.solution())
 
     def copy(self) -> Self:
         """An independent episode in the same state."""
         with self._exclusive():
             twin = copy.copy(self)
             twin._inside = threading.Lock()
-            twin._record = replace(self._record)
-            twin._game = None if self._game is None else self._game.copy()
+            twin._counters = dict(self._counters)
+            twin.game = None if self.game is None else self.game.copy()
             return twin
 
     def close(self) -> None:
@@ -208,85 +225,36 @@ class GameEnvironment:
             finally:
                 self._inside.release()
 
-    @property
-    def _value(self) -> float:
-        """The return so far."""
-        return self._record.score / self._record.max_score
-
-    def _find_problem(self, command: str) -> str:
-        """Why a command must not reach the game, in words for the policy; empty if it may."""
-        return ""
-
-    def _classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
-        """Whether the game could not parse the command, and whether it refused it."""
-        return False, reply.refused
-
     def _listing(self, game: Game) -> str:
-        if not self._num_shown:
+        if not self.settings.show_admissible:
             return ""
-        return "\n\n" + render_valid_actions(game.commands(), self._num_shown)
+        return "\n\n" + render_valid_actions(game.commands(), self.settings.num_shown_actions)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         try:
             with self._inside:
                 if self._closed:
-                    raise EnvironmentFault(f"the {self.name} environment is closed")
+                    raise EnvironmentFault(f"the {self.title} environment is closed")
                 yield
         finally:
             if self._closed:  # closed by another thread, which could not end the game
                 self.close()
 
     def _end_game(self) -> None:
-        game, self._game = self._game, None
+        game, self.game = self.game, None
         if game is not None:
             game.close()
 
 
-class SimpleFactory:
-    """A factory whose environments share only what does not change."""
-
-    def __init__(self, make: Callable[[Task], Env]) -> None:
-        self._make = make
-
-    def __call__(self, task: Task) -> Any:
-        return self._make(task)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class GameTaskSet(ABC):
-    """Base of the task sets of text games, whose expert plays a known list of commands."""
-
-    stop: tuple[str, ...] = (STOP,)
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
-
-    @abstractmethod
-    def environment(self, task: Task) -> Env:
-        """An episode of the task. Raises ConfigError for a task of other games."""
-
-    @abstractmethod
-    def solution(self, task: Task) -> Sequence[str]:
-        """The expert's commands. Raises ConfigError for a task of other games."""
-
-    def make(self) -> EnvironmentFactory:
-        return SimpleFactory(self.environment)
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of the solution; None if it does not succeed, for example within ``max_moves``."""
-        return play_commands(self.environment(task), self.solution(task), seed)
-
-    def close(self) -> None:  # noqa: B027 - a default that does nothing
-        """Nothing to release."""
-
-
-def play_commands(environment: Env, commands: Sequence[str], seed: int) -> Sequence[Step] | None:
-    """Play commands in a new episode and close it. Returns None if the episode is no success."""
-    try:
-        environment.reset(seed)
-        steps = Episode(environment).play([render_action(command) for command in commands])
-    finally:
-        environment.close()
+def play_commands(environment: Environment, commands: Sequence[str]) -> Sequence[Step] | None:
+    """Play commands in an episode that was reset. Returns None if it is no success."""
+    steps: list[Step] = []
+    for command in commands:
+        text = render_action(command)
+        result = environment.step(text)
+        assert isinstance(result, StepResult)
+        steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
+        if result.done:
+            break
     return steps if environment.result().success else None

@@ -13,7 +13,6 @@ import numpy as np
 
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluation.statistics import (
-    UNBOUNDED,
     Band,
     Estimate,
     PairedTest,
@@ -320,7 +319,8 @@ def reward_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, see
         label: np.stack([bin_means(run.costs[axis], run.rewards, edges) for run in members])
         for label, members in groups.items()
     }
-    return _curves(REWARD, axis, edges[1:], values, within=UNBOUNDED, seed=seed)
+    bands = {label: iqm_band(label, curves, seed=seed) for label, curves in values.items()}
+    return Curves(quantity=REWARD, axis=axis, x=edges[1:], bands=bands)
 
 
 def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed: int) -> Curves | None:
@@ -341,20 +341,8 @@ def score_curves(groups: Mapping[str, Sequence[ComparedRun]], axis: str, *, seed
     values = {
         label: np.stack([np.interp(grid, x, y) for x, y in members]) for label, members in lines.items()
     }
-    return _curves(SCORE, axis, grid, values, within=(0.0, 1.0), seed=seed)
-
-
-def _curves(
-    quantity: str,
-    axis: str,
-    x: Scores,
-    values: Mapping[str, Scores],
-    *,
-    within: tuple[float, float],
-    seed: int,
-) -> Curves:
-    bands = {label: iqm_band(label, curves, within=within, seed=seed) for label, curves in values.items()}
-    return Curves(quantity=quantity, axis=axis, x=x, bands=bands)
+    bands = {label: iqm_band(label, curves, within=(0.0, 1.0), seed=seed) for label, curves in values.items()}
+    return Curves(quantity=SCORE, axis=axis, x=grid, bands=bands)
 
 
 def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
@@ -482,11 +470,8 @@ def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> lis
     single_runs = [run.name for run in runs if len(run.evaluations) == 1]
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
-    others = (
-        f" and {len(single_runs) - 1} other run{'s' if len(single_runs) > 2 else ''}"
-        if len(single_runs) > 1
-        else ""
-    )
+    num_others = len(single_runs) - 1
+    others = f" and {num_others} other run{'s' if num_others > 1 else ''}" if num_others else ""
     return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 

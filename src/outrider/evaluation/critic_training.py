@@ -1,6 +1,7 @@
-"""``outrider critic``: train a critic on recorded trajectories and write it."""
+"""``outrider critic``: recorded trajectories, and a critic that is trained on them."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -8,9 +9,95 @@ import torch
 
 from outrider.algorithms.retrospex import CriticSettings, encode_turns
 from outrider.algorithms.retrospex_critic import Critic, train
-from outrider.evaluation.recorded import recorded_trajectories
+from outrider.errors import DataError
+from outrider.files import readable
+from outrider.memory.chat_files import import_trajectories
 from outrider.memory.embedders import load_embedder
 from outrider.printing import print_lines
+from outrider.types import Message, Origin, Step, Trajectory
+from outrider.viewer.records import TraceReader, TraceRow
+
+_ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
+
+
+def recorded_trajectories(source: Path, *, held_out: bool = False) -> list[Trajectory]:
+    """Read trajectories. From a run, these are all rollouts with a return: those of training, and those of
+    evaluations on the split ``train``, or on any split if ``held_out``. Raises DataError.
+    """
+    if not source.is_dir():
+        return list(import_trajectories(source).trajectories)
+    if not (source / "config.toml").is_file():
+        raise DataError(f"{source} is no run directory: it has no config.toml")
+    left_out: list[str] = []
+    files = _files(source, held_out=held_out, left_out=left_out)
+    trajectories = [trajectory for name, rows in files for trajectory in build_trajectories(rows, name=name)]
+    if not trajectories and left_out:
+        raise DataError(
+            f"{source} has rollouts of held-out tasks alone (split {left_out[0]}): record others with "
+            "evaluation.split=train, or take these with --held-out"
+        )
+    if not trajectories:
+        raise DataError(f"{source} has no trace of a rollout with a return")
+    return trajectories
+
+
+def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[str, Sequence[TraceRow]]]:
+    """Yield files and rows; append the split of every skipped evaluation to ``left_out``."""
+    reader = TraceReader(run / "traces")
+    for step in reader.steps():
+        yield f"{run.name}/{step}", reader.read(step)
+    file = run / "evaluations.jsonl"
+    for number, line in readable(file) if file.is_file() else ():
+        if not reader.has_evaluation(number - 1):
+            continue
+        split = "unknown" if line is None else str(line.get("split", "unknown"))
+        if split == "train" or held_out:
+            yield f"{run.name}/evaluation-{number - 1}", reader.read_evaluation(number - 1)
+        else:
+            left_out.append(split)
+
+
+def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
+    """Build one trajectory per leaf, in order; shared nodes are repeated in each. ``name`` prefixes the
+    ids."""
+    groups: dict[str, dict[int, TraceRow]] = {}
+    for row in rows:
+        groups.setdefault(row.trace_id, {})[row.node_id] = row
+    return [
+        _trajectory(nodes, leaf, name=name)
+        for nodes in groups.values()
+        for leaf in nodes.values()
+        if leaf.episode_return is not None
+    ]
+
+
+def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> Trajectory:
+    """Actions of the policy, a demonstrator or a retrieved step, each with the last observation after it. The
+    end of a message after a tip is a node without text, which is no observation.
+    """
+    path, node_id = [], leaf.node_id
+    while node_id != -1:
+        path.append(nodes[node_id])
+        node_id = nodes[node_id].parent_id
+    prompt, steps = "", list[Step]()
+    for row in reversed(path):
+        if row.origin is Origin.PROMPT:
+            prompt = prompt or row.text
+        elif row.origin in _ACTION_ORIGINS:
+            steps.append(Step(text=row.text, observation=""))
+        elif row.origin is Origin.BUFFER and "action" in (metadata := json.loads(row.metadata)):
+            steps.append(Step(text=metadata["action"], observation=metadata["observation"]))
+        elif row.origin is Origin.ENVIRONMENT and row.text and steps:
+            steps[-1] = Step(text=steps[-1].text, observation=row.text)
+    return Trajectory(
+        trajectory_id=f"{name}/{leaf.trace_id}/{leaf.node_id}",
+        task_key=leaf.task_key,
+        agent="policy",
+        prompt=(Message(role="user", content=prompt),),
+        steps=tuple(steps),
+        reward=leaf.episode_return or 0.0,
+    )
+
 
 _NUM_PROGRESS_LINES = 20  # lines of progress in the whole
 
@@ -56,5 +143,5 @@ def train_critic(
     finally:
         torch.set_num_threads(num_threads)
     Critic(networks, embedder, settings).save(out)
-    print_lines(f"{out}: play with it by engine.type=retrospex engine.critic={out}")
+    print_lines(f"{out}: use it with engine.type=retrospex engine.critic={out}")
     return 0

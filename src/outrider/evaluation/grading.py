@@ -63,7 +63,7 @@ class Grades:
         of ``scorer`` was not computed.
         """
         if scorer == "judge" or (scorer == "math" and self.math is None):
-            raise ValueError(f"these grades hold no {scorer}")
+            raise ValueError(f"these grades have no {scorer}")
         success = bool(self.math) if scorer == "math" else self.em
         return (self.f1 if scorer == "f1" else float(success)), success
 

@@ -52,11 +52,6 @@ class Pushed:
     url: str = ""
 
 
-def hub() -> HfApi:
-    """The hub's client: the address is ``$HF_ENDPOINT``."""
-    return HfApi(library_name="outrider", library_version=__version__)
-
-
 def require_target(repo: str, *, dry_run: bool) -> None:
     """Raises ConfigError for an invalid repository name, and HubError without a login."""
     try:
@@ -70,7 +65,6 @@ def require_target(repo: str, *, dry_run: bool) -> None:
 
 
 def upload(
-    api: HfApi,
     folder: Path,
     repo: str,
     *,
@@ -91,13 +85,14 @@ def upload(
     files = tuple((path.relative_to(folder).as_posix(), path.stat().st_size) for path in paths)
     if dry_run:
         return Pushed(card=card, files=files)
+    api = HfApi(library_name="outrider", library_version=__version__)  # the address is $HF_ENDPOINT
     with _hub_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True, repo_type=kind)
         is_public = private and not api.repo_info(repo, repo_type=kind).private
     if is_public:  # create_repo leaves an existing repository as it is
         raise ConfigError(
-            f"{repo} is there already and can be read by everybody; nothing was sent: change that in its "
-            "settings on the hub, or push without --private"
+            f"{repo} exists and is public; nothing was sent: change that in its settings on the hub, or push "
+            "without --private"
         )
     with _hub_errors(repo):
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, repo_type=kind)
@@ -116,14 +111,14 @@ def _hub_errors(repo: str) -> Iterator[None]:
         if token := get_token():
             words = words.replace(token, "(token)")
         raise HubError(
-            f"{repo} was not pushed: {words[:_LONGEST]}; the same command goes on where this one ended"
+            f"{repo} was not pushed: {words[:_LONGEST]}; the same command continues the upload"
         ) from error
 
 
 def _format_error(error: BaseException) -> str:
     if isinstance(error, HfHubHTTPError) and error.server_message:
         return one_line(f"{error.server_message} (status {error.response.status_code})")
-    if type(error) is RuntimeError and error.__cause__ is not None:  # of a file, which the cause says more of
+    if type(error) is RuntimeError and error.__cause__ is not None:  # the cause has the details
         return f"{one_line(str(error))} {_format_error(error.__cause__)}"
     return one_line(str(error)) or type(error).__name__
 
@@ -139,7 +134,8 @@ _SECRET: Final = re.compile(
     r"(^|_)(api_?keys?|keys?|token|secret|password|passwd|auth|authorization|credentials?|variable)(_|$)",
     re.IGNORECASE,
 )
-_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # where a key may stand in any form
+_PROGRAM_KEYS: Final = frozenset({"args", "command", "env", "headers"})  # may contain a key in any form
+_ALWAYS_SHOWN: Final = frozenset({"algorithm.type", "environment.type", "model.name", "seed"})
 _LONGEST_MIXED: Final = 24  # of letters and digits without a break: longer ones may be keys
 
 
@@ -148,20 +144,14 @@ def public_settings(settings: RunSettings) -> str:
     name of a person or machine, are replaced by a placeholder.
     """
     tree: dict[str, Any] = {}
-    private = private_words()
     for leaf in leaves(settings, sources={}):
-        if leaf.source == "default" and leaf.key not in (
-            "algorithm.type",
-            "environment.type",
-            "model.name",
-            "seed",
-        ):
+        if leaf.source == "default" and leaf.key not in _ALWAYS_SHOWN:
             continue
         *above, name = leaf.key.split(".")
         table = tree
         for part in above:
             table = table.setdefault(part, {})
-        table[name] = _redact(leaf.key, leaf.value, private)
+        table[name] = _redact(leaf.key, leaf.value)
     return to_toml(tree)
 
 
@@ -196,25 +186,23 @@ def base_model(name: str) -> str:
     return name if is_plain else ""
 
 
-def _redact(key: str, value: Any, private: frozenset[str]) -> Any:
+def _redact(key: str, value: Any) -> Any:
     parts = key.split(".")
     if (value and _PROGRAM_KEYS & set(parts)) or any(may_be_secret(part) for part in parts):
         return OMITTED
     if isinstance(value, Mapping):
         return {
-            item: _redact(f"{key}.{item}", inner, private)
-            for item, inner in value.items()
-            if _is_plain(item, private)
+            item: _redact(f"{key}.{item}", inner) for item, inner in value.items() if plain(item) != OMITTED
         }
     if isinstance(value, list | tuple):
-        return [_redact(key, item, private) for item in value]
+        return [_redact(key, item) for item in value]
     if value is None:
         return NONE
     if isinstance(value, bool | int | float):
         return value
     if key == "model.name":
         return base_model(str(value)) or OMITTED
-    return value if _is_plain(str(value), private) else OMITTED
+    return value if plain(str(value)) != OMITTED else OMITTED
 
 
 def may_be_secret(name: str) -> bool:
@@ -224,15 +212,10 @@ def may_be_secret(name: str) -> bool:
 
 def plain(text: str) -> str:
     """The text if it is not a path, key, or name of a person or machine, otherwise :data:`OMITTED`."""
-    return text if _is_plain(text, private_words()) else OMITTED
-
-
-def _is_plain(text: str, private: frozenset[str]) -> bool:
     words = _words(text)
     looks_random = any(len(word) > _LONGEST_MIXED and re.search(r"\d", word) for word in words)
-    return (
-        bool(_PLAIN.fullmatch(text)) and not looks_random and not private & {word.lower() for word in words}
-    )
+    is_private = private_words() & {word.lower() for word in words}
+    return text if _PLAIN.fullmatch(text) and not looks_random and not is_private else OMITTED
 
 
 def _words(text: str) -> list[str]:
@@ -458,7 +441,7 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
         kind, counts, agents = prepared
         card = dataset_card(repo, kind, counts, agents)
         return upload(
-            hub(), folder, repo, kind="dataset", card=card, private=private, dry_run=dry_run,
+            folder, repo, kind="dataset", card=card, private=private, dry_run=dry_run,
             message=f"Outrider {__version__}: {kind}",
         )  # fmt: skip
 
@@ -526,7 +509,7 @@ def _traces(path: Path, folder: Path) -> Prepared:
     source = StepFiles(path)
     names = [*map(step_file, source.steps()), *map(evaluation_file, source.evaluations())]
     if not names:
-        raise ConfigError(f"{path} holds no traces: name the folder traces of a run")
+        raise ConfigError(f"{path} has no traces: name the folder traces of a run")
     counts = Counter({"files of steps and evaluations": len(names), "nodes": 0, "rollouts": 0})
     copies = StepFiles(folder / "traces")
     for name in names:
@@ -549,7 +532,7 @@ def _require_no_secret(path: Path, texts: Iterable[str]) -> None:
     for text in texts:
         for name, value in secrets.items():
             if value in text or json.dumps(value)[1:-1] in text:
-                raise ConfigError(f"{path} holds {name}; nothing was sent: take it out first")
+                raise ConfigError(f"{path} contains {name}; nothing was sent: remove it first")
 
 
 # ``outrider push``: a run's weights with a model card as a repository of the Hugging Face hub.
@@ -567,12 +550,11 @@ def push_run(
     """
     checkpoint = find_checkpoint(run, step)
     require_target(repo, dry_run=dry_run)
-    api = hub()
     settings = recorded_settings(run / RECORD)
     base, license_name = find_base(settings.model.name)
     if base and not license_name:
         with suppress(HTTPError, OSError, ValueError):  # unknown to the hub, or the hub is not reachable
-            info = api.model_info(base)
+            info = HfApi().model_info(base)
             hub_license = info.card_data.get("license") if info.card_data else None
             license_name = hub_license if isinstance(hub_license, str) else ""
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
@@ -584,6 +566,6 @@ def push_run(
             template=template.read_text(encoding="utf-8") if template.is_file() else "",
         )  # fmt: skip
         return upload(
-            api, folder, repo, kind="model", card=card, private=private, dry_run=dry_run,
+            folder, repo, kind="model", card=card, private=private, dry_run=dry_run,
             message=f"Outrider {__version__}: step {checkpoint_step(checkpoint)}",
         )  # fmt: skip

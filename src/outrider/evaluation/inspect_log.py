@@ -485,7 +485,7 @@ def _tasks(settings: EvalTasksSettings, panel_hash: str) -> tuple[Mapping[str, T
         try:
             eval_tasks = load_tasks(settings, task_set)
         finally:
-            if task_set is not None:  # it may have started a server to ask
+            if task_set is not None:  # it may have started a server
                 task_set.close()
     except (OutriderError, OSError) as error:
         return {}, [f"without questions and targets: {error}"]

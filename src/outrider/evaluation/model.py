@@ -28,7 +28,7 @@ def resolve(settings: ModelSettings) -> ModelSettings:
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
             raise CheckpointError(
-                f"{folder} lies in no run directory: give the model's name, and the folder as --checkpoint"
+                f"{folder} is not in a run directory: set the model's name, and this folder as --checkpoint"
             )
     elif (folder / "config.toml").exists():
         checkpoints = checkpoints_newest_first(folder / "checkpoints")

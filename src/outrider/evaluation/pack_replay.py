@@ -15,18 +15,16 @@ from outrider.config import validate
 from outrider.errors import ConfigError, OutriderError, PackError
 from outrider.evaluation.packs import (
     DECIMALS,
-    EXACT,
     START,
     WEIGHTS,
     ExactResult,
-    Manifest,
+    Verified,
     local,
     packed_start,
     parse_exact_result,
     read_exact,
     read_recipe,
 )
-from outrider.evaluation.verify import Verified
 from outrider.printing import score
 from outrider.training.adaptation import adapt
 from outrider.training.run_dir import RunDirectory
@@ -69,7 +67,7 @@ class Replayed:
         kind = "" if self.is_share else "expected return (no share) "
         tasks = "" if self.num_different is None else f", {self.num_different} tasks with another score"
         verdict = "agrees" if self.agrees else "does NOT agree"
-        return f"{self.row}: {kind}{packed} in the pack, {measured} played again{tasks}: it {verdict}"
+        return f"{self.row}: {kind}{packed} in the pack, {measured} replayed{tasks}: it {verdict}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,25 +82,24 @@ class Replay:
 
     def play(self, row: str) -> Replayed:
         """Reproduce the row. Raises PackError if it does not exist or cannot be reproduced here."""
-        exact = _exact_rows(self.pack, self.verified.manifest)
+        exact = read_exact(self.pack)
         if row in exact:
             return self._toy(exact[row])
         if row not in self.verified.manifest.runs:
             names = [*self.verified.manifest.runs, *exact]
             listed = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
             raise PackError(f"no row {row!r}: there are {listed or 'none'}")
-        name = row
-        recorded = self._last_evaluation(self.pack / "runs" / name, name)
-        replayed = self._last_evaluation(self.run(name, depth=0), name)
+        recorded = self._last_evaluation(self.pack / "runs" / row, row)
+        replayed = self._last_evaluation(self.run(row, depth=0), row)
         if (replayed["label"], replayed["panel_hash"]) != (recorded["label"], recorded["panel_hash"]):
             raise PackError(
-                f"{name}: the last evaluation is another one here: {replayed['label']!r} "
+                f"{row}: the last evaluation is another one here: {replayed['label']!r} "
                 f"on {replayed['panel_hash'][:12]}"
             )
         scores, replayed_scores = recorded.get("task_scores") or {}, replayed["task_scores"]
         packed = recorded["metric"]["score"]
         return Replayed(
-            row=name,
+            row=row,
             recorded=packed["value"],
             low=packed["ci_low"],
             high=packed["ci_high"],
@@ -150,7 +147,7 @@ class Replay:
     def _last_evaluation(self, folder: Path, name: str) -> dict[str, Any]:
         if self.verified.manifest.runs[name].kind == "panel":
             raise PackError(
-                f"{name} was played by `outrider eval --tasks`, which a pack cannot "
+                f"{name} is an evaluation by `outrider eval --tasks`, which a pack cannot "
                 "repeat: its model is not in a recipe"
             )
         evaluations = RunDirectory(folder).finished_evaluations()
@@ -161,16 +158,14 @@ class Replay:
     def _toy(self, row: ExactResult) -> Replayed:
         """Play a toy by the source tree's own command: it is no part of the installed package."""
         if not Path("benchmarks/learning.py").is_file():
-            raise PackError(
-                f"{row.name}: toys are played in a clone of Outrider's repository: run this there"
-            )
+            raise PackError(f"{row.name}: toys need a clone of Outrider's repository: run the command there")
         toy_args = ["--toys", row.toy, "--methods", row.method, "--first-seed", str(row.seed), "--seeds", "1"]
         tokens = ["--policy-tokens", str(row.max_policy_tokens)] if row.max_policy_tokens else []
         command = [sys.executable, "-m", "benchmarks.learning", "toys", "--out", str(self.folder)]
         process = subprocess.run([*command, *toy_args, *tokens], capture_output=True, text=True, check=False)
         if process.returncode:
             last_line = (process.stderr.strip().splitlines() or ["no reason"])[-1]
-            raise PackError(f"{row.name} could not be played: {last_line}"[:300])
+            raise PackError(f"{row.name} could not be replayed: {last_line}"[:300])
         path = self.folder / "toys" / row.toy / f"{row.method}-{row.seed}.json"
         result = parse_exact_result(path.read_bytes(), row.name)
         if result.settings != row.settings:
@@ -222,16 +217,14 @@ def replay_row(
             raise PackError(result.sentence)
         return result.sentence
     raise PackError(
-        "no row can be played here: "
+        "no row can be replayed here: "
         f"{unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
     )
 
 
 def cheapest_first(pack: Path, verified: Verified) -> list[str]:
     """Rows sorted by cost: toys by their policy tokens, then trainings by their seconds."""
-    exact = sorted(
-        _exact_rows(pack, verified.manifest).values(), key=lambda item: (item.num_policy_tokens, item.name)
-    )
+    exact = sorted(read_exact(pack).values(), key=lambda item: (item.num_policy_tokens, item.name))
     seconds = {item["run"]: item.get("seconds", 0.0) for item in verified.tables["costs"]}
     starts = {name: packed_start(read_recipe(pack, name)) for name in seconds}
     scored = {item["run"] for item in verified.tables["evaluations"]}
@@ -241,7 +234,3 @@ def cheapest_first(pack: Path, verified: Verified) -> list[str]:
         return seconds[name] + (seconds.get(start[0], 0.0) if start else 0.0), name
 
     return [*(item.name for item in exact), *sorted((name for name in seconds if name in scored), key=cost)]
-
-
-def _exact_rows(pack: Path, manifest: Manifest) -> dict[str, ExactResult]:
-    return read_exact(pack / EXACT) if EXACT in manifest.files else {}

@@ -19,7 +19,7 @@ import shutil
 import stat
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from statistics import fmean
 from typing import Annotated, Any, Final, Literal
@@ -34,8 +34,8 @@ from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
 from outrider.evaluation.compare import AXES, load_run, run_names
 from outrider.evaluation.grading import find_variant
-from outrider.evaluation.report import EvalTasksReport
-from outrider.evaluation.results import RESULTS, SUMMARY, SampleResult, read_results, summarise, write_results
+from outrider.evaluation.report import summarise_samples, task_set_scores
+from outrider.evaluation.results import RESULTS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
@@ -110,30 +110,35 @@ def read_manifest(pack: Path) -> Manifest:
     """
     if not pack.is_dir():
         raise PackError(f"{pack} is no pack: there is no such folder")
-    sizes = dict(_walk(pack, ""))
+    sizes = _file_sizes(pack)
     for name in (MANIFEST, CHECKSUM):
         if name not in sizes:
             raise PackError(f"{pack} is no pack: it has no {name}")
     content = read_bytes(pack / MANIFEST)
     if read_bytes(pack / CHECKSUM) != checksum_line(content):
-        raise PackError(f"{MANIFEST} is not what {CHECKSUM} says")
+        raise PackError(f"{MANIFEST} does not match {CHECKSUM}")
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        location = ".".join(map(str, first["loc"]))
-        raise PackError(
-            f"{MANIFEST} is malformed: {f'{location}: ' if location else ''}{first['msg']}"[:300]
-        ) from error
+        raise PackError(f"{MANIFEST} is malformed: {_first_error(error)}"[:300]) from error
     names = sizes.keys() - {MANIFEST, CHECKSUM}
-    if missing := sorted(manifest.files.keys() - names):
-        raise PackError(f"{missing[0]} is missing{_more(missing)}")
-    if added := sorted(names - manifest.files.keys()):
-        raise PackError(f"{added[0]} was added{_more(added)}")
+    for different, problem in (
+        (manifest.files.keys() - names, "is missing"),
+        (names - manifest.files.keys(), "was added"),
+    ):
+        if different:
+            more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+            raise PackError(f"{min(different)} {problem}{more}")
     for name, packed in sorted(manifest.files.items()):
         if sizes[name] != packed.num_bytes or file_sha256(pack / name) != packed.sha256:
             raise PackError(f"{name} was changed")
     return manifest
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    location = ".".join(map(str, first["loc"]))
+    return f"{location}: {first['msg']}" if location else str(first["msg"])
 
 
 def checksum_line(manifest: bytes) -> bytes:
@@ -154,20 +159,12 @@ def read_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_json(path: Path) -> Any:
-    """Parse a JSON file. Raises PackError with its name."""
-    try:
-        return json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise PackError(f"{path.name} is malformed: {error}") from error
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-    """Relative names and sizes of all files. Raises PackError for anything that is neither a file nor a
-    folder, and for too many files.
+def _file_sizes(folder: Path) -> dict[str, int]:
+    """Sizes of all files by relative name. Raises PackError for anything that is neither a file nor a folder,
+    and for too many files.
     """
-    num_files = 0
-    pending = [(folder, prefix)]
+    sizes: dict[str, int] = {}
+    pending = [(folder, "")]
     while pending:
         parent, before = pending.pop()
         for entry in os.scandir(parent):
@@ -175,15 +172,12 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
             if stat.S_ISDIR(status.st_mode):
                 pending.append((parent / entry.name, f"{name}/"))
             elif stat.S_ISREG(status.st_mode):
-                yield name, status.st_size
+                sizes[name] = status.st_size
             else:
-                raise PackError(f"{name} is a link or no plain file: a pack holds neither")
-            if (num_files := num_files + 1) > 2 * MAX_FILES:
+                raise PackError(f"{name} is a link or no plain file: a pack contains neither")
+            if len(sizes) > 2 * MAX_FILES:
                 raise PackError(f"{folder} has more than {MAX_FILES} files")
-
-
-def _more(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return sizes
 
 
 # Comparison of two trees of plain data, up to rounding.
@@ -263,21 +257,19 @@ def parse_exact_result(content: bytes | str, location: str) -> ExactResult:
     try:
         result = ExactResult.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise PackError(
-            f"{location} is no exact result: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
-        ) from error
+        raise PackError(f"{location} is no exact result: {_first_error(error)}"[:300]) from error
     if "expected_return" not in result.result:
         raise PackError(f"{location} is no exact result: result.expected_return is missing")
     return result
 
 
-def read_exact(path: Path) -> dict[str, ExactResult]:
-    """The rows of an ``exact.jsonl`` by name, in file order. Raises PackError for a malformed line and for a
+def read_exact(pack: Path) -> dict[str, ExactResult]:
+    """The exact results of a pack by name, in file order. Raises PackError for a malformed line and for a
     duplicate row.
     """
+    path = pack / EXACT
     rows: dict[str, ExactResult] = {}
-    lines = read_bytes(path).splitlines()
+    lines = read_bytes(path).splitlines() if path.is_file() else []
     if len(lines) > _MAX_ROWS:
         raise PackError(f"{path.name} has more than {_MAX_ROWS} lines")
     for number, line in enumerate(lines, start=1):
@@ -288,20 +280,16 @@ def read_exact(path: Path) -> dict[str, ExactResult]:
     return rows
 
 
-def group_by_method(rows: Mapping[str, ExactResult]) -> dict[tuple[str, str], list[ExactResult]]:
-    """Rows of one toy and method, by seed; methods keep the order of the file."""
-    groups: dict[tuple[str, str], list[ExactResult]] = {}
-    for row in rows.values():
-        groups.setdefault((row.toy, row.method), []).append(row)
-    return {key: sorted(members, key=lambda member: member.seed) for key, members in groups.items()}
-
-
 def exact_groups(rows: Mapping[str, ExactResult]) -> list[dict[str, Any]]:
     """Returns by seed, their mean, and their interquartile mean with an interval over seeds, for each toy and
     method.
     """
     groups: list[dict[str, Any]] = []
-    for (toy, method), members in group_by_method(rows).items():
+    rows_by_method: dict[tuple[str, str], list[ExactResult]] = {}
+    for row in rows.values():
+        rows_by_method.setdefault((row.toy, row.method), []).append(row)
+    for (toy, method), unsorted in rows_by_method.items():
+        members = sorted(unsorted, key=lambda row: row.seed)
         returns = [entry.expected_return for entry in members]
         rounded = np.asarray([[round(entry, DECIMALS)] for entry in returns], dtype=np.float64)
         iqm = iqm_estimate(Sample(name=method, scores=rounded), seed=0, within=(0.0, 1.0))
@@ -421,7 +409,7 @@ def _mapped(value: Any, key: str, change: Callable[[str, str], str]) -> Any:
     return change(key, value) if isinstance(value, str) else value
 
 
-_PLUGIN_KEYS: Final = ("type", "tools", "embedder", "trackers")
+_PLUGIN_KEYS: Final = frozenset(("type", "tools", "embedder", "trackers"))
 
 
 def read_recipe(pack: Path, name: str) -> dict[str, Any]:
@@ -433,36 +421,26 @@ def read_recipe(pack: Path, name: str) -> dict[str, Any]:
         recipe = tomllib.loads(read_bytes(pack / path).decode())
     except (ValueError, RecursionError) as error:
         raise PackError(f"{path} is malformed: {error}") from error
-    if import_path := next(_import_paths(recipe), None):
-        raise PackError(
-            f"{path} names {import_path!r}: code is never imported from a pack by its path; "
-            "install it as a package that registers a name (docs/plugins.md)"
-        )
-    if server := next(_servers(recipe), None):
-        raise PackError(f"{path} names the MCP server {server!r}: nothing is started or asked for a pack")
+    for section in _sections(recipe):
+        for key in _PLUGIN_KEYS & section.keys():
+            for name in section[key] if isinstance(section[key], list) else [section[key]]:
+                if isinstance(name, str) and is_import_path(name):
+                    raise PackError(
+                        f"{path} names {name!r}: code is never imported from a pack by its path; "
+                        "install it as a package that registers a name (docs/plugins.md)"
+                    )
+        if section.get("type") == "mcp":
+            server = str(section.get("name", ""))
+            raise PackError(f"{path} names the MCP server {server!r}: nothing is started for a pack")
     return migrate_keys(recipe)
 
 
-def _servers(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """MCP servers that a recipe names, wherever it does."""
-    if recipe.get("type") == "mcp":
-        yield str(recipe.get("name", ""))
-    for value in recipe.values():
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, Mapping):
-                yield from _servers(item)
-
-
-def _import_paths(value: Any, key: str = "") -> Iterator[str]:
-    """Plug-ins that a recipe names as ``module:Class``."""
+def _sections(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All tables of a recipe, at any depth."""
     if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _import_paths(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _import_paths(item, key)
-    elif isinstance(value, str) and key in _PLUGIN_KEYS and is_import_path(value):
         yield value
+    for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
+        yield from _sections(item)
 
 
 # Results of ``outrider eval --tasks`` in a pack: every score of ``summary.json`` computed again from
@@ -472,24 +450,24 @@ def _import_paths(value: Any, key: str = "") -> Iterator[str]:
 def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
     """One row a score of the summary. Raises PackError where the samples give another one."""
     location = f"runs/{name}/{SUMMARY}"
-    summary = read_json(folder / SUMMARY)
     try:
+        summary = json.loads(read_bytes(folder / SUMMARY))
         written: dict[str, Any] = summary["scores"]
         panel_hash, num_samples = str(summary["panel_hash"]), int(summary["num_samples"])
+        identity: Mapping[str, Any]
         identity, results = read_results(folder / RESULTS)
-        report = _report(
-            summary, identity, [item for item in results if item.sample < num_samples], num_samples
+        scores = task_set_scores(
+            identity["metric"],
+            summarise_samples(results, num_samples, rules=find_variant(str(identity["rules"]))),
+            num_samples=num_samples,
         )
         computed = {
             item.name: {
-                "value": item.value,
-                "ci_low": item.low,
-                "ci_high": item.high,
-                "num_tasks": item.num_tasks,
+                "value": item.value, "ci_low": item.low, "ci_high": item.high, "num_tasks": item.num_tasks,
             }
-            for item in report.scores
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            for item in scores
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise PackError(
             f"{location} is no summary of an evaluation: {type(error).__name__}: {error}"[:300]
         ) from error
@@ -507,35 +485,9 @@ def write_eval_tasks_run(source: Path, target: Path) -> None:
     of some task sets no text may be published.
     """
     identity, results = read_results(source / RESULTS)
-    write_results(
-        target / RESULTS,
-        identity,
-        [replace(result, detail="", turns=None, token_ids=None) for result in results],
-    )
+    published = [replace(result, detail="", turns=None, token_ids=None) for result in results]
+    write_results(target / RESULTS, identity, published)
     (target / SUMMARY).write_bytes((source / SUMMARY).read_bytes())
-
-
-def _report(
-    summary: Mapping[str, Any], identity: Mapping[str, Any], results: Sequence[SampleResult], num_samples: int
-) -> EvalTasksReport:
-    """The report as ``outrider eval`` made it, as far as scores need it."""
-    metric = identity["metric"]
-    normalize = find_variant(identity["rules"]).normalize
-    powers = {2**power for power in range(num_samples.bit_length())}
-    return EvalTasksReport(
-        name=str(summary["tasks"]),
-        panel_hash=str(summary["panel_hash"]),
-        num_tasks=int(summary["num_tasks"]),
-        num_left_out=int(summary["num_left_out"]),
-        num_samples=num_samples,
-        num_requested=int(summary["num_owed"]),
-        num_unjudged=int(summary["num_unjudged"]),
-        scorer=metric,
-        has_tools=False,
-        identity=identity,
-        deviations=(),
-        summary=summarise(results, ks=sorted({*powers, num_samples}), normalize=normalize),
-    )
 
 
 # One training run in a pack: its recipe, evaluations and metrics without paths of the machine, and weights
@@ -581,7 +533,7 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     for file in sorted(target.iterdir()):
         text = file.read_text(encoding="utf-8")
         if leaks := [folder for folder in sorted(private) if len(folder) > 4 and f"{folder}/" in text]:
-            raise PackError(f"{source / file.name} holds a path of this machine: {leaks[0]}")
+            raise PackError(f"{source / file.name} contains a path of this machine: {leaks[0]}")
     command = f"train runs/{target.name}/config.toml"
     if trials := recipe["evaluation"].get("num_trials", 0):
         memory = recipe["evaluation"].get("memory", "tips")
@@ -669,7 +621,7 @@ def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
             "evaluations": [row for name in trained for row in _evaluation_rows(pack, name)],
             "panels": [row for name in evaluated for row in eval_tasks_rows(pack / "runs" / name, name)],
             "costs": [_costs(pack, name) for name in trained],
-            "exact": exact_groups(read_exact(pack / EXACT)) if EXACT in manifest.files else [],
+            "exact": exact_groups(read_exact(pack)),
         }
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:  # values that no run writes
         raise PackError(f"the results cannot be read: {type(error).__name__}: {error}"[:300]) from error
@@ -738,6 +690,31 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A verified pack: its files are unchanged, and its tables follow from its results."""
+
+    manifest: Manifest
+    tables: Mapping[str, Any]
+
+
+def verify(pack: Path) -> Verified:
+    """Check files and tables. Raises PackError, in one line that names the file, for the first error."""
+    manifest = read_manifest(pack)
+    if TABLES not in manifest.files:
+        raise PackError(f"{TABLES} is missing")
+    tables = make_tables(pack, manifest)
+    try:
+        written = json.loads(read_bytes(pack / TABLES))
+    except (ValueError, RecursionError) as error:
+        raise PackError(f"{TABLES} is malformed: {error}") from error
+    if isinstance(written, dict):
+        written.pop("comparisons", None)  # in packs of version 0.3 and earlier
+    if difference := first_difference(written, tables):
+        raise PackError(f"{TABLES}: {difference}")
+    return Verified(manifest=manifest, tables=tables)
+
+
 # ``outrider pack``: run folders become a reproducibility pack, whole or not at all, without a path of the
 # machine.
 
@@ -792,10 +769,16 @@ def _write(
         "processor": processor.model,
         "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
     }
-    contents = {"runs": runs, "packed_on": packed_on, "commands": tuple(commands)}
-    draft = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
-    _write_json(pack / TABLES, make_tables(pack, draft))
-    manifest = Manifest(format=FORMAT, outrider=__version__, files=_packed_files(pack), **contents)
+    manifest = Manifest(
+        format=FORMAT,
+        outrider=__version__,
+        files={},
+        runs=runs,
+        packed_on=packed_on,
+        commands=tuple(commands),
+    )
+    _write_json(pack / TABLES, make_tables(pack, manifest))
+    manifest = manifest.model_copy(update={"files": _packed_files(pack)})
     _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
     (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
     return manifest

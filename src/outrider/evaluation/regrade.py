@@ -121,13 +121,13 @@ def regrade_replies(folder: Path, overrides: Sequence[str] = ()) -> int:
 def regrade(folder: Path, overrides: Sequence[str] = ()) -> RegradeReport:
     """:func:`regrade_replies` without printing and writing. Raises the same errors."""
     if not (folder / RESULTS).is_file():
-        raise ConfigError(f"{folder} holds no evaluation of tasks")
+        raise ConfigError(f"{folder} has no evaluation of tasks")
     identity, stored_results = read_results(folder / RESULTS)
     original, settings = (_settings(folder, stored_results, more) for more in ((), overrides))
     for key in EvalTasksSettings.model_fields:
         if key not in _GRADING_KEYS and getattr(original, key) != getattr(settings, key):
             allowed = ", ".join(sorted(_GRADING_KEYS - {"watchdog_s"}))
-            raise ConfigError(f"{key} decided what was played; grading again takes these: {allowed}")
+            raise ConfigError(f"{key} affects the rollouts; grading again accepts: {allowed}")
     judge = None if settings.judge is None else discover_judge(settings.judge)
     if judge is not None:
         settings = settings.model_copy(update={"judge": judge.settings})
@@ -168,9 +168,7 @@ def _settings(folder: Path, results: Sequence[SampleResult], overrides: Sequence
         raise ConfigError(f"{folder} cannot be graded again: its {SETTINGS} is missing")
     settings = load_settings(EvalTasksSettings, file=folder / SETTINGS, overrides=overrides)
     if settings.runs_episodes:
-        raise ConfigError(
-            f"{settings.tasks} was scored by its environment while it was played: no reply is to be graded"
-        )
+        raise ConfigError(f"{settings.tasks} was scored by its environment: there are no replies to grade")
     return settings
 
 
@@ -206,7 +204,7 @@ def _grade(
             return result
         if result.task_key not in tasks:
             raise DataError(
-                f"the results hold an answer to {result.task_key!r}, which is no task of the panel"
+                f"the results have an answer to {result.task_key!r}, which is no task of the panel"
             )
         metrics = {name: value for name, value in result.metrics.items() if name not in JUDGE_METRICS}
         return grader.grade(

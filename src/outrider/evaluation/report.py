@@ -1,7 +1,7 @@
 """Report of an evaluation as a table and as JSON: every score with its interval, and faults separately."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
@@ -9,7 +9,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from outrider.evaluation.grading import RETURN, Scorer, find_variant
+from outrider.evaluation.grading import RETURN, Scorer, Variant, find_variant
 from outrider.evaluation.results import EvalTasksSummary, SampleResult, summarise
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings
 from outrider.printing import one_line, score
@@ -78,38 +78,12 @@ class EvalTasksReport:
     @property
     def scores(self) -> list[Score]:
         """The main score first, then the others; counts are in :attr:`counts`."""
-        scores: list[Score] = []
-        for name, tasks, is_share in self._task_scores():
-            if values := [tasks[key] for key in sorted(tasks)]:
-                is_binary = is_share and all(value in (0.0, 1.0) for value in values)
-                low, high = interval(values, binary=is_binary)
-                scores.append(
-                    Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values),
-                          is_share=is_share)
-                )  # fmt: skip
-        return scores
+        return task_set_scores(self.scorer, self.summary, num_samples=self.num_samples)
 
     @property
     def counts(self) -> dict[str, float]:
         """Metrics that are counts, as means over tasks."""
         return {name: value for name, value in self.summary.metrics.items() if name.startswith("num_")}
-
-    def _task_scores(self) -> Iterator[tuple[str, Mapping[str, float], bool]]:
-        """Name, values by task, and whether a value of 0 or 1 is a failure or a success: returns are not."""
-        summary, has_many_samples = self.summary, self.num_samples > 1
-        yield (
-            f"{_NAMES[self.scorer]}{f', avg@{self.num_samples}' if has_many_samples else ''}",
-            summary.task_scores,
-            True,
-        )
-        if has_many_samples:
-            for k, tasks in sorted(summary.task_passes.items()):
-                yield f"pass@{k}", tasks, True
-            if self.scorer is not None:
-                yield f"majority@{self.num_samples}", summary.task_majorities, True
-        for name, tasks in summary.task_metrics.items():
-            if not name.startswith("num_") and name != _SAME.get(self.scorer):
-                yield "return" if name == RETURN else name, tasks, self.scorer is not None or name in _SHARES
 
     def as_json(self) -> dict[str, Json]:
         """Plain data with null for undefined values. Repeating an evaluation gives the same data."""
@@ -188,6 +162,32 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def task_set_scores(scorer: Scorer | None, summary: EvalTasksSummary, *, num_samples: int) -> list[Score]:
+    """Scores of a summary with their intervals, the main one first."""
+    # name, values by task, and whether 0 is a failure and 1 a success: returns have no such meaning
+    suffix = f", avg@{num_samples}" if num_samples > 1 else ""
+    named: list[tuple[str, Mapping[str, float], bool]] = [
+        (f"{_NAMES[scorer]}{suffix}", summary.task_scores, True)
+    ]
+    if num_samples > 1:
+        named += [(f"pass@{k}", tasks, True) for k, tasks in sorted(summary.task_passes.items())]
+        if scorer is not None:
+            named.append((f"majority@{num_samples}", summary.task_majorities, True))
+    for name, tasks in summary.task_metrics.items():
+        if not name.startswith("num_") and name != _SAME.get(scorer):
+            is_share = scorer is not None or name in _SHARES
+            named.append(("return" if name == RETURN else name, tasks, is_share))
+    scores: list[Score] = []
+    for name, tasks, is_share in named:
+        if values := [tasks[key] for key in sorted(tasks)]:
+            low, high = interval(values, binary=is_share and all(value in (0.0, 1.0) for value in values))
+            scores.append(
+                Score(name=name, value=fmean(values), low=low, high=high, num_tasks=len(values),
+                      is_share=is_share)
+            )  # fmt: skip
+    return scores
+
+
 # The report of an evaluation from its results, independent of the player and the time of grading.
 
 
@@ -207,7 +207,6 @@ def build_report(
     """
     rules = find_variant(settings.rules)
     requested = requested_samples(results, settings.num_samples)
-    powers = {2**power for power in range(settings.num_samples.bit_length())}
     faults = [result for result in requested if result.outcome.is_fault]
     return EvalTasksReport(
         name=eval_tasks.benchmark.name,
@@ -223,8 +222,18 @@ def build_report(
         and settings.environment.calls_tools,
         identity=identity,
         deviations=() if scorer is None else rules.deviations,
-        summary=summarise(requested, ks=sorted({*powers, settings.num_samples}), normalize=rules.normalize),
+        summary=summarise_samples(results, settings.num_samples, rules=rules),
         first_faults=tuple(faults[:_MAX_FAULTS_SHOWN]),
+    )
+
+
+def summarise_samples(
+    results: Sequence[SampleResult], num_samples: int, *, rules: Variant
+) -> EvalTasksSummary:
+    """Summary of the first ``num_samples`` samples, with pass@k for the powers of two up to it."""
+    powers = {2**power for power in range(num_samples.bit_length())}
+    return summarise(
+        requested_samples(results, num_samples), ks=sorted({*powers, num_samples}), normalize=rules.normalize
     )
 
 

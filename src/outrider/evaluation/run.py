@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Literal, Protocol
+from typing import Literal
 
 from outrider.engines.base import Engine
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
@@ -48,46 +48,10 @@ Record = Callable[[Sequence[FinishedRollout]], None]
 _MODE = "evaluation"
 
 
-class Player(Protocol):
-    """Generates the rollouts of an evaluation. ``identity`` contains everything that results depend on;
-    ``rollout_status`` is the live status of the rollouts, for progress display.
-    """
-
-    identity: Mapping[str, Json]
-    rollout_status: RolloutStatus
-
-    def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """Run the pending samples. ``record`` may be called from several threads and must have stored the
-        results when it returns.
-        """
-        ...
-
-    def notes(self) -> list[str]:
-        """Notes to print in addition to the results."""
-        ...
-
-
-def make_player(
-    settings: EvalTasksSettings,
-    *,
-    on_tokens: Callable[[int], None] = lambda num_tokens: None,
-    note: Callable[[str], None] = lambda text: None,
-) -> Player:
-    """Load the model, or query the endpoint for its models. Raises ModelError, CheckpointError and
-    EngineFault.
-
-    For a model in this process, ``on_tokens`` is called with the number of tokens of every decoding step, and
-    ``note`` with messages about its settings. The context length of a model behind an endpoint is unknown.
-    """
-    if settings.endpoint is not None:
-        return EndpointPlayer.connect(settings.endpoint, settings)
-    assert settings.model is not None  # guaranteed by the validation of the settings
-    return LocalPlayer.load(settings.model, settings, on_tokens=on_tokens, note=note)
-
-
 @dataclass(slots=True, kw_only=True)
 class LocalPlayer:
-    """A model in this process.
+    """A model in this process. ``identity`` is everything that results depend on, and ``rollout_status`` the
+    live status of the rollouts, for progress display.
 
     The composition of a batch does not depend on earlier results: it is sample i of the next ``batch_size``
     tasks. A batch that was interrupted is repeated as a whole, so a resumed evaluation has bit-identical
@@ -106,10 +70,13 @@ class LocalPlayer:
         model_settings: ModelSettings,
         settings: EvalTasksSettings,
         *,
+        rollout_status: RolloutStatus,
         on_tokens: Callable[[int], None],
-        note: Callable[[str], None] = lambda text: None,
+        note: Callable[[str], None],
     ) -> "LocalPlayer":
-        """Load the model and hash its weights."""
+        """Load the model and hash its weights. ``on_tokens`` is called with the number of tokens of every
+        decoding step, and ``note`` with messages about the settings. Raises ModelError and CheckpointError.
+        """
         resolved = resolve(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_language_model(resolved)
@@ -129,10 +96,10 @@ class LocalPlayer:
             identity["template_kwargs"] = resolved.template_kwargs
         if resolved.history_thinking != "keep":
             identity["history_thinking"] = resolved.history_thinking
-        return cls(engine=engine, identity=identity, settings=settings)
+        return cls(engine=engine, identity=identity, settings=settings, rollout_status=rollout_status)
 
     def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """Run one batch after the other, and record the results of each at its end."""
+        """Run the pending samples, one batch after the other, and record the results of each at its end."""
         assert self.settings.model is not None  # a local player always has a model
         renderer = make_renderer(self.engine.tokenizer, self.settings.model, self.settings.environment)
         scheduler = Scheduler(
@@ -168,7 +135,7 @@ class LocalPlayer:
                     record([rollout for rollout in rollouts if (rollout.task.key, sample) in pending])
 
     def notes(self) -> list[str]:
-        """Number of retries."""
+        """Notes to print in addition to the results."""
         return _retry_notes(self.num_retries)
 
 
@@ -183,9 +150,16 @@ class EndpointPlayer:
     rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
 
     @classmethod
-    def connect(cls, endpoint_settings: EndpointSettings, settings: EvalTasksSettings) -> "EndpointPlayer":
+    def connect(
+        cls,
+        endpoint_settings: EndpointSettings,
+        settings: EvalTasksSettings,
+        *,
+        rollout_status: RolloutStatus,
+    ) -> "EndpointPlayer":
         """Query the served models once, so that a wrong address or key is an error before the first
-        rollout."""
+        rollout. Raises EngineFault and ModelError.
+        """
         discovered = ChatEndpoint(endpoint_settings).discovered()
         identity: dict[str, Json] = {
             "endpoint_model": discovered.model,
@@ -195,11 +169,16 @@ class EndpointPlayer:
             identity["template_kwargs"] = discovered.template_kwargs
         if discovered.history_thinking != "keep":
             identity["history_thinking"] = discovered.history_thinking
-        return cls(endpoint=ChatEndpoint(discovered), identity=identity, settings=settings)
+        return cls(
+            endpoint=ChatEndpoint(discovered), identity=identity, settings=settings,
+            rollout_status=rollout_status,
+        )  # fmt: skip
 
     def play(self, setup: EvalSetup, store: EvalTasksStore, record: Record) -> None:
-        """Raises EngineFault after ``max_faults_in_a_row`` consecutive faults, and ModelError if the server
-        can never respond.
+        """Run the pending samples; ``record`` is called from several threads.
+
+        Raises EngineFault after ``max_faults_in_a_row`` consecutive faults, and ModelError if the server can
+        never respond.
         """
         collector = Collector(
             endpoint=self.endpoint,
@@ -221,13 +200,10 @@ class EndpointPlayer:
 
     def notes(self) -> list[str]:
         """Repeated requests by reason, and the number of retried rollouts."""
-        retries = sorted(self.endpoint.retries.items())
-        resend_notes = (
-            [f"requests sent again: {', '.join(f'{count} after {reason}' for reason, count in retries)}"]
-            if retries
-            else []
+        retries = ", ".join(
+            f"{count} after {reason}" for reason, count in sorted(self.endpoint.retries.items())
         )
-        return [*resend_notes, *_retry_notes(self.num_retries)]
+        return [*([f"requests sent again: {retries}"] if retries else []), *_retry_notes(self.num_retries)]
 
 
 def _retry_notes(num_retries: int) -> list[str]:
@@ -250,7 +226,7 @@ def evaluate_tasks(
     if folder.exists() and (
         not folder.is_dir() or (any(folder.iterdir()) and not (folder / RESULTS).exists())
     ):
-        raise ConfigError(f"{folder} is not empty and holds no evaluation of tasks")
+        raise ConfigError(f"{folder} is not empty and has no evaluation of tasks")
     start_time = time.monotonic()
     rollout_status = RolloutStatus()
     display = WatchedProgress(
@@ -297,8 +273,15 @@ def run_evaluation(
     setup = open_eval_tasks(settings)
     meter = TokenMeter(display)
     try:
-        player = make_player(settings, on_tokens=meter, note=display.note)
-        player.rollout_status = rollout_status or player.rollout_status
+        status = rollout_status or RolloutStatus()
+        player: LocalPlayer | EndpointPlayer
+        if settings.endpoint is not None:
+            player = EndpointPlayer.connect(settings.endpoint, settings, rollout_status=status)
+        else:
+            assert settings.model is not None  # guaranteed by the validation of the settings
+            player = LocalPlayer.load(
+                settings.model, settings, rollout_status=status, on_tokens=meter, note=display.note
+            )
         grader = Grader(
             rules=find_variant(settings.rules), kind=setup.kind, scorer=setup.scorer, tools=setup.tools,
             judge=judge, max_faults_in_a_row=settings.max_faults_in_a_row,
@@ -318,7 +301,7 @@ def run_evaluation(
                 results=store.results,
             )
         except EngineFault as fault:
-            raise EngineFault(f"{fault}. What was played is kept, and the same command continues") from fault
+            raise EngineFault(f"{fault}. The results are stored, and the same command continues") from fault
         finally:
             store.close()
     finally:
@@ -330,7 +313,7 @@ def run_evaluation(
 
 def play_eval_tasks(
     setup: EvalSetup,
-    player: Player,
+    player: LocalPlayer | EndpointPlayer,
     grader: Grader,
     store: EvalTasksStore,
     *,
@@ -344,15 +327,12 @@ def play_eval_tasks(
 
     ``meter`` displays the player's generated tokens.
     """
-    recorder = _Recorder(
-        setup=setup,
-        grader=grader,
-        store=store,
-        display=display,
-        num_samples=num_samples,
-        num_parallel=num_parallel,
-    )
-    recorder.begin()
+    recorder = _Recorder(setup=setup, grader=grader, store=store, display=display, num_samples=num_samples)
+    results = requested_samples(store.results, num_samples)
+    recorder.num_done = sum(not result.outcome.is_fault for result in results)
+    total = len(setup.tasks) * num_samples
+    display.stage("evaluate", total, done=recorder.num_done, num_parallel=num_parallel)
+    display.advance(recorder.num_done)
     if meter is not None:
         meter.num_done = lambda: recorder.num_done
     recorder.judge_again()
@@ -368,18 +348,9 @@ class _Recorder:
     store: EvalTasksStore
     display: Progress
     num_samples: int
-    num_parallel: int
     num_done: int = 0
     _num_faults: int = 0
     _lock: Lock = field(default_factory=Lock)
-
-    def begin(self) -> None:
-        """Report the stored results as progress."""
-        results = requested_samples(self.store.results, self.num_samples)
-        self.num_done = sum(not result.outcome.is_fault for result in results)
-        total = len(self.setup.tasks) * self.num_samples
-        self.display.stage("evaluate", total, done=self.num_done, num_parallel=self.num_parallel)
-        self.display.advance(self.num_done)
 
     def judge_again(self) -> None:
         """Judge the answers with a pending verdict, and store each verdict when it arrives."""

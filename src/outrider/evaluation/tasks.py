@@ -43,7 +43,7 @@ from outrider.types import Json, Message, Task
 
 _CONFIG: Final = "config.toml"
 _DATA: Final = ("train", "valid", "test")
-_PROMPT_KEYS: Final = ("require_think", "require_boxed")  # of a reward's settings: what the prompt asks for
+_PROMPT_KEYS: Final = ("require_think", "require_boxed")  # settings of a reward that change the prompt
 
 
 def config_of_run(name: str) -> dict[str, Any] | None:
@@ -392,7 +392,7 @@ def _decrypt(text: str, canary: str, row: Row) -> str:
 # The configuration of ``outrider eval --tasks``.
 
 
-_QUESTIONS: Final = "tools"  # the environment of questions that come from elsewhere
+_QUESTIONS: Final = "tools"  # the environment of questions from data sets
 
 
 def environment_names() -> list[str]:
@@ -522,7 +522,7 @@ class EvalTasksSettings(Settings):
                     f"tasks = {self.tasks} and environment.type = {self.environment.type} contradict"
                 )
             if self.tools == "off" and self.environment is not None and not self.environment.is_closed_book:
-                raise ValueError(f"{self.tasks} cannot be played without its environment (tools = off)")
+                raise ValueError(f"{self.tasks} needs its environment (tools = off)")
         elif (self.tools == "on") != (self.environment is not None and self.environment.type == _QUESTIONS):
             raise ValueError(
                 "questions have environment settings exactly with tools = on, and those of the tools"
@@ -538,7 +538,7 @@ class EvalTasksSettings(Settings):
         if self.metric == "judge" and self.judge is None:
             raise ValueError("metric = judge needs a judge")
         if self.judge is not None and self.metric not in (None, "judge"):
-            raise ValueError(f"metric = {self.metric} asks no judge")
+            raise ValueError(f"metric = {self.metric} does not use a judge")
         return self
 
 

@@ -64,7 +64,7 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
     """Read the chat of a record. Raises ValueError with the reason if it cannot be read."""
     dropped: Counter[str] = Counter()
     if media := [key for key in _MEDIA if record.get(key)]:
-        raise ValueError(f"column {media[0]!r} holds what is no text: Outrider trains on text")
+        raise ValueError(f"column {media[0]!r} is not text: Outrider trains on text")
     reader = _Reader(dropped)
     for item in _items(record):
         reader.add(item)
@@ -214,7 +214,7 @@ class _Reader:
             raise ValueError(f"{location}: 'content' must be text, not NoneType")
         parts = self.parts(content, location)
         if parts.thoughts or parts.calls:
-            raise ValueError(f"{location} of the role {role_name!r} holds thinking or calls")
+            raise ValueError(f"{location} of the role {role_name!r} contains thinking or calls")
         self.messages += parts.results
         if parts.texts or not parts.results:
             self.messages.append(Message(role=role, content=_joined(parts.texts, "\n")))
@@ -247,7 +247,7 @@ class _Reader:
             return Message(role="assistant", content="", tool_calls=calls)
         parts = self.parts(content, location) if content is not None else _Parts([], [], [], [])
         if parts.results:
-            raise ValueError(f"{location} of the assistant holds a tool's result")
+            raise ValueError(f"{location} of the assistant contains a tool's result")
         text = "".join(parts.texts)
         refusal = item.get("refusal")
         if isinstance(refusal, str) and refusal.strip():
@@ -333,9 +333,9 @@ class _Reader:
         elif isinstance(kind, str) and any(
             kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA
         ):
-            raise ValueError(f"{location} holds a part of the type {kind!r}: Outrider trains on text")
+            raise ValueError(f"{location} contains a part of the type {kind!r}: Outrider trains on text")
         else:
-            raise ValueError(f"{location} holds a part of the unknown type {kind!r}")
+            raise ValueError(f"{location} contains a part of the unknown type {kind!r}")
 
     def _result(self, content: Any, location: str) -> str:
         """Return the result of a tool call: text, parts of text, or JSON."""
@@ -356,7 +356,7 @@ class _Reader:
     def _count_dropped(self, item: Mapping[str, Any], role: Role, location: str) -> None:
         for key, value in item.items():
             if key in _MEDIA and value:
-                raise ValueError(f"{location} holds {key!r}: Outrider trains on text")
+                raise ValueError(f"{location} contains {key!r}: Outrider trains on text")
             if value is None or value == [] or value == {} or value == "":
                 continue
             is_thought = key in _THOUGHTS or key in _DETAILS
@@ -651,9 +651,9 @@ def _saved_dataset(path: Path) -> Iterator[_Record]:
     """Yield the records of a folder from ``Dataset.save_to_disk``."""
     if (path / "dataset_dict.json").is_file():
         splits = sorted(folder.name for folder in path.iterdir() if (folder / "state.json").is_file())
-        raise DataError(f"{path} holds the splits {', '.join(splits)}: name the folder of one of them")
+        raise DataError(f"{path} contains the splits {', '.join(splits)}: name the folder of one of them")
     if not (path / "state.json").is_file():
-        raise DataError(f"{path} is a folder that datasets has not saved: name a file")
+        raise DataError(f"{path} is no folder that datasets saved: name a file")
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:

@@ -204,7 +204,7 @@ class SentenceTransformerEmbedder:
         except Exception as error:  # hub, tokenizer and torch raise many types
             raise ModelError(f"embedder {model!r} cannot be loaded: {error}") from error
         if dim is None:
-            raise ModelError(f"embedder {model!r} does not tell its dimension")
+            raise ModelError(f"embedder {model!r} does not report its dimension")
         self._arguments = (model, max_tokens, batch_size)
         self._lock = threading.Lock()
         self._max_chars = _MAX_CHARS_PER_TOKEN * max_tokens

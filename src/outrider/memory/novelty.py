@@ -39,7 +39,7 @@ class NoveltyStore:
 
     def __init__(self, *, threshold: float = 0.9) -> None:
         if not -1.0 <= threshold <= 1.0:
-            raise ValueError(f"a cosine threshold of {threshold} is impossible")
+            raise ValueError(f"a cosine threshold must lie in [-1, 1], got {threshold}")
         self.threshold = threshold
         self._tasks: dict[str, _States] = {}
 

@@ -34,11 +34,6 @@ from outrider.memory.step_store import (
 )
 from outrider.types import Step, Trajectory
 
-# Exact nearest-neighbour search by cosine over unit vectors in memory.
-#
-# Shape letters: N rows of the index, Q queries, D dimensions.
-
-
 Rows: TypeAlias = NDArray[np.int64]
 Mask: TypeAlias = NDArray[np.bool_]
 
@@ -47,12 +42,8 @@ _RESCORE_BLOCK = 4096
 _SPARSE = 8  # with under one row in eight allowed, gathering them costs less than scoring all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matches:
-    """Rows for a query, best first: ``rows`` int64 ``[K]``, ``similarities`` float64 ``[K]``; K may be 0."""
-
-    rows: Rows
-    similarities: NDArray[np.float64]
+# Rows and cosines of a query, best first.
+Matches: TypeAlias = tuple[Rows, NDArray[np.float64]]
 
 
 class GrowingMatrix:
@@ -127,7 +118,7 @@ def _best(
     ``rows`` None: score i belongs to row i. A score of -inf marks a row that is not allowed.
     """
     if not len(scores):
-        return Matches(rows=np.empty(0, np.int64), similarities=np.empty(0))
+        return np.empty(0, np.int64), np.empty(0)
     if k == 1:
         threshold = float(scores.max())
     elif k < len(scores):
@@ -146,10 +137,7 @@ def _best(
         exact[start : start + _RESCORE_BLOCK] = (block * query_D.astype(np.float64)).sum(axis=1)
     # Break ties by row, so that equal scores give the same hits in every run.
     order = np.lexsort((candidates, -exact))[:k]
-    return Matches(rows=candidates[order], similarities=exact[order])
-
-
-# The step-trace buffer (RAPO, arXiv 2603.03078, section 3.1 and Eq. 3).
+    return candidates[order], exact[order]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,11 +436,9 @@ class StepTraceBuffer:
             view.vectors_ND, vectors_QD, [_mask(view, step_filter) for step_filter in filters], k=k
         )
         hits = []
-        for match in matches:
-            records = self._store.records(view.rows["step_id"][match.rows], generation=view.generation)
-            hits.append(
-                [Hit(record=r, similarity=float(s)) for r, s in zip(records, match.similarities, strict=True)]
-            )
+        for rows, cosines in matches:
+            records = self._store.records(view.rows["step_id"][rows], generation=view.generation)
+            hits.append([Hit(record=r, similarity=float(s)) for r, s in zip(records, cosines, strict=True)])
         return hits
 
     def sample(self, step_filter: StepFilter, generator: np.random.Generator) -> StepRecord | None:

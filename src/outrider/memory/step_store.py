@@ -718,7 +718,7 @@ class StepStore:
         oldest, newest = self._meta("oldest_revision"), self.revision
         if not oldest <= revision <= newest:
             raise CheckpointError(
-                f"{self.path}: revision {revision} is not in the buffer, which holds {oldest} to {newest}"
+                f"{self.path}: revision {revision} is not in the buffer, which contains {oldest} to {newest}"
             )
 
     def records(self, step_ids: Iterable[int], *, generation: int) -> list[StepRecord]:

@@ -98,10 +98,7 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),
         # the backward pass of the head has finished before that of the last layer begins
-        "pass in work": max(
-            layer_bytes(shape, training),
-            head_bytes(shape, b) + head_gradient,
-        ),
+        "pass in work": max(layer_bytes(shape, training), head_bytes(shape, b) + head_gradient),
     }
 
 

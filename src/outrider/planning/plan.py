@@ -68,7 +68,7 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
     """
     is_cpu = options.device.is_cpu
     if is_cpu and (options.gpus or options.placement or options.tensor_parallel):
-        raise ConfigError("--gpus, --placement and --tensor-parallel are of GPUs: name one with --device")
+        raise ConfigError("--gpus, --placement and --tensor-parallel need a GPU: choose one with --device")
     if is_cpu != (settings.model.device == "cpu"):
         model = settings.model.model_copy(update={"device": "cpu" if is_cpu else "cuda"})
         settings = settings.model_copy(update={"model": model})
@@ -105,8 +105,8 @@ def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) 
     tp = options.tensor_parallel or cluster.tensor_parallel
     if shape.num_heads % tp or tp > options.gpus_per_node:
         raise ConfigError(
-            f"tensor_parallel {tp} has to divide the {shape.num_heads} heads and fit into a node of "
-            f"{options.gpus_per_node} GPUs"
+            f"tensor_parallel {tp} must divide the {shape.num_heads} heads and be at most the "
+            f"{options.gpus_per_node} GPUs of a node"
         )
     engines, gpus = options.engines or cluster.num_engines, options.gpus
     alone = cluster.num_trainers == 1 and not cluster.is_remote

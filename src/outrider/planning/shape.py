@@ -127,8 +127,8 @@ def find_shape(name: str) -> ModelShape:
     if name in known_models():
         return shape_from_config(known_models()[name], name=name)
     raise ModelError(
-        f"the shape of {name!r} is not here: fetch its config.json (`hf download {name} config.json`), "
-        f"or name a folder with one; known without: {', '.join(known_models())}"
+        f"the config.json of {name!r} was not found: download it (`hf download {name} config.json`), "
+        f"or set model.name to a folder that has one; models with a known shape: {', '.join(known_models())}"
     )
 
 
@@ -141,15 +141,15 @@ def shape_from_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     family = str(text.get("model_type", config.get("model_type", "")))
     if family not in _FAMILIES:
         raise ModelError(
-            f"model {name!r} is of the family {family!r}, whose parameters plan does not count "
-            f"(it counts {', '.join(_FAMILIES)})"
+            f"model {name!r} has the architecture {family!r}, whose parameters plan cannot count "
+            f"(supported: {', '.join(_FAMILIES)})"
         )
     # null means that the value is missing
     values = {**_FAMILIES[family], **{key: value for key, value in text.items() if value is not None}}
     try:
         return _shape(values, name=name, family=family)
     except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(f"config.json of {name!r} lacks or misspells {error}") from error
+        raise ModelError(f"config.json of {name!r} has no valid value for {error}") from error
 
 
 def _shape(values: Mapping[str, Any], *, name: str, family: str) -> ModelShape:
@@ -197,7 +197,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{file}: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"{file} holds no table of settings")
+        raise ModelError(f"{file} is not a JSON object")
     return content
 
 

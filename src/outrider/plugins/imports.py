@@ -76,7 +76,7 @@ def import_function(target: str, *arguments: str) -> Callable[..., Any]:
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(
-            f"{target} is called with ({', '.join(arguments)}) and takes {signature}: {error}"
+            f"{target} is called with ({', '.join(arguments)}) and accepts {signature}: {error}"
         ) from error
     return function
 

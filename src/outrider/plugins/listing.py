@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -20,14 +20,12 @@ from outrider.plugins.registry import (
     PAPER,
     Kind,
     field_markers,
-    is_import_path,
     is_known,
     known_names,
     package_labels,
     preset_keys,
     preset_types,
     registered,
-    require_kind,
     resolve,
 )
 from outrider.printing import Terminal
@@ -88,17 +86,6 @@ def _sections(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Setti
                 yield from _sections(item, f"{prefix}{key}.")
 
 
-def _names(value: Any) -> Iterator[str]:
-    """Yield the names of plug-ins in the value of a marked field."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _names(item)
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, Settings):
-        yield str(value.type)  # type: ignore[attr-defined]
-
-
 def used_plugins(settings: Settings) -> Iterator[tuple[str, Kind, Origin]]:
     """Yield dotted key, kind and origin of every plug-in, function and server that the settings name."""
     for prefix, section in _sections(settings):
@@ -108,31 +95,15 @@ def used_plugins(settings: Settings) -> Iterator[tuple[str, Kind, Origin]]:
             yield f"{prefix}{key}", "tools", origin
         for key, value in section:
             for marker in field_markers(type(section), key):
-                for name in _names(value):
-                    if is_known(marker.kind, name):
+                for item in value if isinstance(value, tuple) else (value,):
+                    name = str(item.type) if isinstance(item, Settings) else item  # type: ignore[attr-defined]
+                    if isinstance(name, str) and is_known(marker.kind, name):
                         dotted = f"{prefix}{key}.{name}" if isinstance(value, tuple) else f"{prefix}{key}"
                         yield dotted, marker.kind, find_origin(resolve(marker.kind, name))
 
 
-def require_kinds(settings: Settings) -> None:
-    """Raise ConfigError, with the dotted key, for a plug-in's class that lacks a method of its kind."""
-    for prefix, section in _sections(settings):
-        for key, value in section:
-            for marker in field_markers(type(section), key):
-                for name in _names(value):
-                    try:
-                        if is_import_path(name) or name in registered(marker.kind):
-                            require_kind(marker.kind, name)
-                    except ConfigError as error:
-                        raise ConfigError(f"{prefix}{key}: {error}") from error
-
-
 def validate_references(settings: Settings) -> None:
-    """Check the classes of plug-ins and all other references that are otherwise only imported by a run.
-
-    Raises ConfigError with the dotted key.
-    """
-    require_kinds(settings)
+    """Check the references that only a run imports. Raises ConfigError with the dotted key."""
     for prefix, section in _sections(settings):
         for key, check in section.reference_checks().items():
             try:

@@ -42,18 +42,18 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "tree_grpo": "outrider.algorithms.tree_grpo:TreeGrpo",
     },
     "environments": {
-        "factbook": "outrider.environments.factbook.environment:FactbookTaskSet",
-        "tools": "outrider.environments.tool_qa.environment:ToolsTaskSet",
-        "scienceworld": "outrider.environments.scienceworld.environment:ScienceWorldTaskSet",
+        "factbook": "outrider.environments.factbook.environment:FactbookEnvironment",
+        "tools": "outrider.environments.tool_qa.environment:ToolEnvironment",
+        "scienceworld": "outrider.environments.scienceworld.environment:ScienceWorldEnvironment",
         "webshop": "outrider.environments.webshop.environment:WebShopTaskSet",
-        "textworld": "outrider.environments.textworld.environment:TextWorldTaskSet",
-        "house": "outrider.environments.house:House",
-        "alfworld": "outrider.environments.alfworld.environment:AlfworldTaskSet",
-        "gym": "outrider.environments.gym.environment:Gym",
+        "textworld": "outrider.environments.textworld.environment:TextWorldEnvironment",
+        "house": "outrider.environments.house:HouseEnvironment",
+        "alfworld": "outrider.environments.alfworld.environment:AlfworldEnvironment",
+        "gym": "outrider.environments.gym.environment:GymEnvironment",
         "agent": "outrider.environments.agent.environment:AgentTaskSet",
         "verifiers": "outrider.environments.verifiers.environment:VerifiersTaskSet",
         "openenv": "outrider.environments.openenv.environment:OpenEnvTaskSet",
-        "reasoning_gym": "outrider.environments.reasoning_gym.environment:ReasoningGymTaskSet",
+        "reasoning_gym": "outrider.environments.reasoning_gym.environment:ReasoningGymEnvironment",
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
@@ -214,19 +214,15 @@ def _load_class(kind: Kind, name: str) -> type:
             f"{label} ({find_origin(loaded)}): its Settings are no subclass of "
             f"{base.__module__}.{base.__name__}"
         )
-    if kind == "environments" and name not in BUILT_IN[kind]:
-        warn_old_environment(loaded)
+    if name not in BUILT_IN[kind]:
+        label = f"{name} ({find_origin(loaded)})"
+        if missing := getattr(loaded, "__abstractmethods__", ()):
+            raise ConfigError(f"{label} is not {contract.noun}: it has no method {min(missing)}")
+        if not hasattr(loaded, "build"):  # otherwise `build_by_name` checks what it returns
+            _require_methods(kind, label, loaded)
+        if kind == "environments":
+            warn_old_environment(loaded)
     return loaded
-
-
-def require_kind(kind: Kind, name: str) -> None:
-    """Raise ConfigError for a class that lacks a method; :func:`build` checks what ``build`` returns."""
-    cls = resolve(kind, name)
-    label = f"{name} ({find_origin(cls)})"
-    if missing := getattr(cls, "__abstractmethods__", ()):
-        raise ConfigError(f"{label} is not {_CONTRACTS[kind].noun}: it has no method {min(missing)}")
-    if not hasattr(cls, "build"):
-        _require_methods(kind, label, cls)
 
 
 def _require_methods(kind: Kind, label: str, plugin: object) -> None:

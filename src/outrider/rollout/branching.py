@@ -201,13 +201,7 @@ class BranchingGroupScheduler:
     """
 
     def __init__(
-        self,
-        traces: Sequence[Trace],
-        *,
-        size: int,
-        brancher: Hook | None,
-        enqueue: Enqueue,
-        copies: Copies,
+        self, traces: Sequence[Trace], *, size: int, brancher: Hook | None, enqueue: Enqueue, copies: Copies
     ) -> None:
         first_wave = (
             size if brancher is None or brancher.first_wave is None else min(brancher.first_wave, size)
@@ -300,7 +294,7 @@ class BranchingGroupScheduler:
         fork = point.fork
         if fork is None:
             if granted:
-                raise AssertionError("a fork was granted at a point that was not kept")
+                raise AssertionError("a fork was granted at a point whose fork was dropped")
             return
         if not granted:
             self._copies.drop(fork)

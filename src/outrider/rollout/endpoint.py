@@ -164,10 +164,7 @@ class Collector:
                 elif attempt < self.max_retries:
                     continue
                 return Collected(
-                    trajectory_id=name,
-                    outcome=fault_outcome(fault),
-                    num_retries=attempt,
-                    detail=str(fault),
+                    trajectory_id=name, outcome=fault_outcome(fault), num_retries=attempt, detail=str(fault)
                 )
             streak.on_success()
             return collected
@@ -259,7 +256,9 @@ class Collector:
         if is_last:
             if cause.is_too_long:
                 return Outcome.TRUNCATED_TOKENS
-            raise EnvironmentFault(f"the program was refused {MAX_REFUSALS} times and asked again: {cause}")
+            raise EnvironmentFault(
+                f"the program sent more than {MAX_REFUSALS} requests that were refused; the last: {cause}"
+            )
         refusal = ProgramRefusal(reason=str(cause), is_too_long=cause.is_too_long)
         result: StepResult | None = self._run_timed(episode.refuse, refusal)
         if result is None:

@@ -538,7 +538,7 @@ def require_no_rerendering(renderer: ChatRenderer) -> None:
     """
     if renderer.history_thinking == "strip":
         raise ConfigError(
-            "model.history_thinking = strip leaves out what a hook puts between messages: use keep"
+            "model.history_thinking = strip removes the text that a hook inserts between messages: use keep"
         )
 
 

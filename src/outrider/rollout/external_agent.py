@@ -124,7 +124,7 @@ class ExternalAgentRunner(EpisodeRunner):
                     continue
                 if not ids:
                     raise EnvironmentFault(
-                        f"the program ended without a question that can be answered; the last one: {error}"
+                        f"the program ended without a request that can be served; the last: {error}"
                     ) from error
             return self._new_state(ExternalAgentState, task, trace, episode, rollout, mode, ids, tools)
 
@@ -180,7 +180,8 @@ class ExternalAgentRunner(EpisodeRunner):
             if refusal.is_too_long:
                 return None
             raise EnvironmentFault(
-                f"the program asks what cannot be answered, {num_before} times before: {refusal.reason}"
+                f"the program sent more than {num_before} requests that were refused; the last: "
+                f"{refusal.reason}"
             )
         return await self._run_guarded(episode.refuse, refusal)
 

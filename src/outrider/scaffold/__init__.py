@@ -78,10 +78,7 @@ def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str
     }
     loader = PackageLoader("outrider.scaffold", "templates")
     templates = Environment(
-        loader=loader,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,
+        loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
     chosen = {
         "pyproject.toml": "pyproject.j2",

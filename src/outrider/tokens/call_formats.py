@@ -1,15 +1,12 @@
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3 and many more.
-
-Source: the function-calling documentation of Nous Research's Hermes and of Qwen.
-"""
+"""Call formats: notations of native tool calls, built in and from plug-ins, and parsing of whole turns."""
 
 import ast
+import contextlib
 import json
 import keyword
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from math import isfinite
 from typing import Annotated, Any, Final, TypeAlias
@@ -21,7 +18,6 @@ from outrider.tokens.tool_calls import (
     Accepted,
     Arguments,
     CallFormat,
-    LimitedForm,
     ParsedCalls,
     ParsedTurn,
     call_id,
@@ -29,22 +25,42 @@ from outrider.tokens.tool_calls import (
     find_invalid_name,
     list_schemas,
     parse_call,
-    read_between_words,
+    read_tagged_calls,
     split_thinking,
 )
 from outrider.types import Json, ToolCall, ToolSchema, is_text
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_START = re.compile(_OPEN)
+_PYTHON_TAG = "<|python_tag|>"
+
+# --- Hermes, Qwen2.5, Qwen3 and many more: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+# Source: the function-calling documentation of Nous Research's Hermes and of Qwen. ---
 
 
 class Hermes:
-    """One JSON object a call, each between tags of its own."""
+    """One JSON object per call, each between its own tags."""
 
     markers = (_OPEN, _CLOSE)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        return read_between_words(text, _START, _block)
+        return read_tagged_calls(text, re.compile(_OPEN), self._read_call)
+
+    @staticmethod
+    def _read_call(opened: re.Match[str], number: int) -> tuple[ToolCall | str, int]:
+        text, start = opened.string, opened.end()
+        end = text.find(_CLOSE, start)
+        after_tag = len(text) if end < 0 else end + len(_CLOSE)
+        decoded = decode_json(text, start)
+        if isinstance(decoded, str):
+            problem = "is not closed" if end < 0 else f"does not hold JSON: {decoded}"
+            return f"{_OPEN} {problem}.", after_tag
+        value, after = decoded
+        if not text[after:].lstrip().startswith(_CLOSE):
+            problem = "is not closed" if end < 0 else "must hold one JSON object and nothing else"
+            return f"{_OPEN} {problem}.", after_tag
+        call = parse_call(value, number, keys=("arguments", "parameters"))
+        after = text.index(_CLOSE, after) + len(_CLOSE)
+        return (f"{_OPEN}: {call}." if isinstance(call, str) else call), after
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         payloads = [{"name": call.name, "arguments": call.raw or dict(call.arguments)} for call in calls]
@@ -60,31 +76,10 @@ class Hermes:
         )
 
 
-def _block(opened: re.Match[str], number: int) -> tuple[ToolCall | str, int]:
-    """The call behind an opening tag, or what is wrong with it, and where the reading goes on."""
-    text, start = opened.string, opened.end()
-    end = text.find(_CLOSE, start)
-    behind = len(text) if end < 0 else end + len(_CLOSE)
-    decoded = decode_json(text, start)
-    if isinstance(decoded, str):
-        problem = "is not closed" if end < 0 else f"does not hold JSON: {decoded}"
-        return f"{_OPEN} {problem}.", behind
-    value, after = decoded
-    if not text[after:].lstrip().startswith(_CLOSE):
-        problem = "is not closed" if end < 0 else "must hold one JSON object and nothing else"
-        return f"{_OPEN} {problem}.", behind
-    call = parse_call(value, number, keys=("arguments", "parameters"))
-    after = text.index(_CLOSE, after) + len(_CLOSE)
-    return (f"{_OPEN}: {call}." if isinstance(call, str) else call), after
+# --- Llama 3.1 and later: ``{"name": ..., "parameters": {...}}`` as the whole turn. Source: Meta's
+# documentation of Llama 3.1's JSON-based tool calling. ---
 
-
-# ``{"name": ..., "parameters": {...}}`` as the whole turn: Llama 3.1 and later.
-#
-# Source: Meta's documentation of Llama 3.1's JSON-based tool calling.
-
-
-_LLAMA_TAG = "<|python_tag|>"
-_BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_LLAMA_TAG)})*")
+_BETWEEN = re.compile(rf"(?:[\s;,]|{re.escape(_PYTHON_TAG)})*")
 _KEYS = ("parameters", "arguments")
 _CALL_KEYS = frozenset({"name", "type", "id", *_KEYS})
 _LLAMA_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
@@ -95,31 +90,31 @@ _NAMED_CALL = re.compile(r'(?:\[\s*)?\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:par
 
 
 class Llama3Json:
-    """JSON objects alone, several in a row or in a list.
+    """JSON objects without tags, several in a row or in a list.
 
-    Models answer in JSON too. An object is a call if it names one of the tools, or if it has a name and an
+    Models also answer in JSON. An object is a call if it names one of the tools, or if it has a name and an
     object of arguments and nothing else. For example, ``{"name": "Marie Curie", "born": 1867}`` is an answer.
-    Behind words, only an object that names a tool and has arguments is a call, as in vLLM.
+    After other text, only an object that names a tool and has arguments is a call, as in vLLM.
     """
 
-    markers = (_LLAMA_TAG,)
+    markers = (_PYTHON_TAG,)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
         start = _start(text, tools)
         if start is None:
             return ParsedCalls(content=text)
-        words, body = text[:start].strip().removesuffix(_LLAMA_TAG).rstrip(), text[start:].strip()
+        content, body = text[:start].strip().removesuffix(_PYTHON_TAG).rstrip(), text[start:].strip()
         calls: list[ToolCall] = []
 
         def result(*problems: str) -> ParsedCalls:
-            return ParsedCalls(content=words, calls=tuple(calls), problems=problems)
+            return ParsedCalls(content=content, calls=tuple(calls), problems=problems)
 
         position = 0
         while position < len(body):
             decoded = decode_json(body, position)
             if isinstance(decoded, str):
-                is_behind_words = bool(calls and words) and _LLAMA_TAG not in text
-                return result() if is_behind_words else result(f"The call is not JSON: {decoded}.")
+                follows_text = bool(calls and content) and _PYTHON_TAG not in text
+                return result() if follows_text else result(f"The call is not JSON: {decoded}.")
             value, position = decoded
             for item in value if isinstance(value, list) else [value]:
                 call = parse_call(item, len(calls), keys=_KEYS)
@@ -143,24 +138,17 @@ class Llama3Json:
 
 
 def _start(text: str, tools: Sequence[ToolSchema]) -> int | None:
-    """Index of the first call: at the start of the turn, behind the tag, or behind words. None if there are
-    no calls.
-    """
+    """Index of the first call: at the start of the turn, after the tag, or after text; None without calls."""
     names = {name for tool in tools if isinstance(name := tool.get("name"), str)}
     blanks = len(text) - len(text.lstrip())
     if text[blanks : blanks + 1] in ("{", "[") and _begins_with_call(text, blanks, names):
         return blanks
-    if _is_json(text[blanks:]):  # an answer, whatever is inside
+    decoded = decode_json(text, blanks)
+    if not isinstance(decoded, str) and not text[decoded[1] :].strip():  # an answer in JSON
         return None
-    if _LLAMA_TAG in text:
-        return text.index(_LLAMA_TAG) + len(_LLAMA_TAG)
+    if _PYTHON_TAG in text:
+        return text.index(_PYTHON_TAG) + len(_PYTHON_TAG)
     return next((match.start() for match in _NAMED_CALL.finditer(text) if match[1] in names), None)
-
-
-def _is_json(text: str) -> bool:
-    """Whether the text is one JSON value."""
-    decoded = decode_json(text, 0)
-    return not isinstance(decoded, str) and not text[decoded[1] :].strip()
 
 
 def _begins_with_call(text: str, start: int, names: Set[str]) -> bool:
@@ -175,7 +163,7 @@ def _begins_with_call(text: str, start: int, names: Set[str]) -> bool:
 
 
 def _is_call(value: Any, names: Set[str]) -> bool:
-    """Whether an object has the form of a call. Its arguments may still be wrong."""
+    """Whether an object has the form of a call. Its arguments may still be invalid."""
     if not isinstance(value, Mapping):
         return False
     if value.get("type") == "function" and ("name" in value or "function" in value):
@@ -194,43 +182,45 @@ def _is_call(value: Any, names: Set[str]) -> bool:
     return not isinstance(call, str) and not call.raw
 
 
-# ``[name(key=value), other(key=value)]`` as the whole turn or between LFM2's tokens: Llama 3.2 and 4, LFM2.
-#
-# Source: Meta's documentation of zero-shot function calling and Liquid AI's documentation of LFM2.
+# --- Llama 3.2 and 4, LFM2: ``[name(key=value), other(key=value)]`` as the whole turn or between LFM2's
+# tokens. Source: Meta's documentation of zero-shot function calling, Liquid AI's of LFM2. ---
 
-
-_PYTHONIC_OPEN, _PYTHONIC_CLOSE, _PYTHONIC_TAG = "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>"
-_OPENING = re.compile(f"{re.escape(_PYTHONIC_OPEN)}|{re.escape(_PYTHONIC_TAG)}")
+_PYTHONIC_OPEN, _PYTHONIC_CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
+_OPENING = re.compile(f"{re.escape(_PYTHONIC_OPEN)}|{re.escape(_PYTHON_TAG)}")
 _PIECE = re.compile(
     rf"""{re.escape(_PYTHONIC_CLOSE)}|'(?:\\.|[^'\\\n])*+'|"(?:\\.|[^"\\\n])*+"|\\?.""",  # strings as a whole
     re.DOTALL,
 )
 _LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _PYTHONIC_NAME = re.compile(r"[A-Za-z_][\w.]*")
-_WORDS: dict[str, Json] = {"true": True, "false": False, "null": None}
+_JSON_CONSTANTS: dict[str, Json] = {"true": True, "false": False, "null": None}
 
 
 class Pythonic:
-    """A Python list of calls with literal arguments. Nothing is executed: the text is parsed only."""
+    """A Python list of calls with literal arguments. The text is parsed, never executed."""
 
-    markers = (_PYTHONIC_OPEN, _PYTHONIC_CLOSE, _PYTHONIC_TAG)
+    markers = (_PYTHONIC_OPEN, _PYTHONIC_CLOSE, _PYTHON_TAG)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        words, blocks = _blocks(text)
+        content, blocks = _split_blocks(text)
         if not blocks:
-            # a tool's name may be none to Python: that is a call which cannot be read, and no words
-            if not (_begins_with_tool_call(tools, words) or _is_list_of_calls(words, tools)):
+            # A call of a tool whose name is invalid in Python is an unreadable call, not an answer.
+            body = content.removeprefix("[").lstrip()
+            calls_tool = content.startswith("[") and any(
+                body.startswith(f"{tool.get('name')}(") for tool in tools
+            )
+            if not (calls_tool or _is_list_of_calls(content, tools)):
                 return ParsedCalls(content=text)
-            blocks, words = [words], ""
+            blocks, content = [content], ""
         calls: list[ToolCall] = []
         problems: list[str] = []
         for block in blocks:
-            result = _calls(block.strip(), len(calls))
+            result = _parse_list(block.strip(), len(calls))
             if isinstance(result, str):
                 problems.append(f"The call cannot be read: {result}.")
             else:
                 calls.extend(result)
-        return ParsedCalls(content=words, calls=tuple(calls), problems=tuple(problems))
+        return ParsedCalls(content=content, calls=tuple(calls), problems=tuple(problems))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         parts = (
@@ -255,19 +245,14 @@ def _is_name(name: str) -> bool:
 
 
 def _is_tool_name(name: str) -> bool:
-    """Whether it is one, or several behind one another (``calendar.add``)."""
+    """Whether it is a name or a dotted name (``calendar.add``)."""
     return bool(_PYTHONIC_NAME.fullmatch(name)) and all(map(_is_name, name.split(".")))
 
 
-def _begins_with_tool_call(tools: Sequence[ToolSchema], text: str) -> bool:
-    body = text.removeprefix("[").lstrip()
-    return text.startswith("[") and any(body.startswith(f"{tool.get('name')}(") for tool in tools)
-
-
 def _is_list_of_calls(text: str, tools: Sequence[ToolSchema]) -> bool:
-    """Whether a list without tags is a list of calls. Answers may be lists too: ``[sin(x), cos(x)]``.
+    """Whether a list without tags calls one of the tools, or only has calls with named arguments.
 
-    It is one if it calls one of the tools, or if all its elements are calls with named arguments.
+    Other lists are answers, for example ``[sin(x), cos(x)]``.
     """
     if not _LIST.match(text):
         return False
@@ -284,194 +269,167 @@ def _is_list_of_calls(text: str, tools: Sequence[ToolSchema]) -> bool:
     return len(calls) == len(tree.elts) and all(node.keywords and not node.args for node in calls)
 
 
-def _blocks(text: str) -> tuple[str, list[str]]:
-    """The words outside of the blocks of calls, and the insides of these."""
-    words: list[str] = []
+def _split_blocks(text: str) -> tuple[str, list[str]]:
+    """Split a text into the part outside of tagged blocks and the insides of the blocks."""
+    parts: list[str] = []
     blocks: list[str] = []
     position = 0
     while (opened := _OPENING.search(text, position)) is not None:
-        words.append(text[position : opened.start()])
-        end = len(text) if opened[0] == _PYTHONIC_TAG else _find_end(text, opened.end())
+        parts.append(text[position : opened.start()])
+        end = len(text) if opened[0] == _PYTHON_TAG else _find_end(text, opened.end())
         blocks.append(text[opened.end() : end])
         position = min(len(text), end + len(_PYTHONIC_CLOSE))
-    return "".join([*words, text[position:]]).strip(), blocks
+    return "".join([*parts, text[position:]]).strip(), blocks
 
 
 def _find_end(text: str, start: int) -> int:
-    """Where a block ends: at the first tag outside of a string, else at the first one, else nowhere."""
+    """A block ends at the first tag outside of a string, else at the first tag, else with the text."""
     pieces = _PIECE.finditer(text, start)
     outside = next((piece.start() for piece in pieces if piece[0] == _PYTHONIC_CLOSE), -1)
     end = outside if outside >= 0 else text.find(_PYTHONIC_CLOSE, start)
     return end if end >= 0 else len(text)
 
 
-def _calls(text: str, first: int) -> list[ToolCall] | str:
+def _parse_list(text: str, first: int) -> list[ToolCall] | str:
     try:
         tree = ast.parse(text, mode="eval").body
         written = tree.elts if isinstance(tree, ast.List) else [tree]
         return [_pythonic_call(node, first + number) for number, node in enumerate(written)]
-    except _Unreadable as error:
+    except _InvalidCall as error:
         return str(error)
     except SyntaxError as error:
         return f"{error.msg} at character {error.offset or 1}"
-    except (ValueError, RecursionError, MemoryError):  # null bytes, or nested without end
+    except (ValueError, RecursionError, MemoryError):  # null bytes, or too many nested brackets
         return "it is no Python list of calls"
 
 
-class _Unreadable(Exception):
-    """Python that is no call with literal arguments."""
+class _InvalidCall(Exception):
+    """Python code other than calls with literal arguments."""
 
 
 def _pythonic_call(node: ast.expr, number: int) -> ToolCall:
     if not isinstance(node, ast.Call):
-        raise _Unreadable("each element must be a call, name(key=value)")
+        raise _InvalidCall("each element must be a call, name(key=value)")
     name = ast.unparse(node.func)
     if not _PYTHONIC_NAME.fullmatch(name):
-        raise _Unreadable("a call needs a name")
+        raise _InvalidCall("a call needs a name")
     if node.args or any(argument.arg is None for argument in node.keywords):
-        raise _Unreadable(f"every argument of {name} needs its name")
+        raise _InvalidCall(f"every argument of {name} needs its name")
     arguments = {str(argument.arg): _pythonic_value(argument.value) for argument in node.keywords}
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 
 def _pythonic_value(node: ast.expr) -> Json:
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
+    if isinstance(node, ast.Name) and node.id in _JSON_CONSTANTS:
+        return _JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_pythonic_value(element) for element in node.elts]
     if isinstance(node, ast.Dict):
         keys = [None if key is None else _pythonic_value(key) for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise _Unreadable("keys must be strings")
+            raise _InvalidCall("keys must be strings")
         return {str(key): _pythonic_value(value) for key, value in zip(keys, node.values, strict=True)}
     try:
         value = ast.literal_eval(node)
         json.dumps(value)
     except (ValueError, TypeError) as error:
-        raise _Unreadable("arguments must be plain values") from error
+        raise _InvalidCall("arguments must be plain values") from error
     return value  # type: ignore[no-any-return]
 
 
-# ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder.
-#
-# Source: the model cards and the chat template's documented form of Qwen3-Coder.
+# --- Qwen3-Coder: ``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``.
+# Source: the model cards and the documented notation of Qwen3-Coder's chat template. ---
 
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION_START = re.compile(r"(?:<tool_call>\s*)?<function=([^<>\s]*)>|<tool_call>")
-_END = re.compile(r"</function>\s*(?:</tool_call>)?")
+_FUNCTION_END = re.compile(r"</function>\s*(?:</tool_call>)?")
 _PARAMETER, _PARAMETER_END = re.compile(r"<parameter=([^<>\s]+)>"), "</parameter>"
 _FUNCTION_NAME = re.compile(r"[^<>\s]+")
 _ANY = Accepted(types=tuple(TYPES))
 
 
 class Qwen3Coder:
-    """Every argument between tags of its own, as text; its type follows from the tool's schema."""
+    """Every argument is text between its own tags; its type follows from the tool's schema."""
 
     markers = (_OPEN, _CLOSE)
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        return read_between_words(text, _FUNCTION_START, partial(_function_block, tools=tools))
+        def read_call(opened: re.Match[str], number: int) -> tuple[ToolCall | str, int]:
+            end = _FUNCTION_END.search(text, opened.end())
+            if end is None:
+                return f"{_OPEN}: a call is not closed.", len(text)
+            call = _function_call(opened[1], text[opened.end() : end.start()], number, tools)
+            return (f"{_OPEN}: {call}." if isinstance(call, str) else call), end.end()
+
+        return read_tagged_calls(text, _FUNCTION_START, read_call)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        return "\n".join(_written(call) for call in calls)
+        return "\n".join(map(_write_function_call, calls))
 
     def unwritable(self, tool: ToolSchema) -> str:
         return find_invalid_name(tool, tools=_FUNCTION_NAME.fullmatch, arguments=_FUNCTION_NAME.fullmatch)
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        example = _written(ToolCall(name="NAME", arguments={"PARAMETER": "value"}))
+        example = _write_function_call(ToolCall(name="NAME", arguments={"PARAMETER": "value"}))
         return (
             f"You may call these functions:\n<tools>\n{list_schemas(tools)}\n</tools>\n"
             f"To call one, write:\n{example}"
         )
 
 
-def _function_block(
-    opened: re.Match[str], number: int, *, tools: Sequence[ToolSchema]
-) -> tuple[ToolCall | str, int]:
-    """The call behind an opening tag, or what is wrong with it, and where the reading goes on."""
-    text = opened.string
-    end = _END.search(text, opened.end())
-    if end is None:
-        return f"{_OPEN}: a call is not closed.", len(text)
-    call = _function_call(opened[1], text[opened.end() : end.start()], number, tools)
-    return (f"{_OPEN}: {call}." if isinstance(call, str) else call), end.end()
-
-
-def _parameters(inside: str) -> tuple[list[tuple[str, str]], str]:
-    """Keys with their texts, and what stands beside them. Without a closing tag there are no more: a search
-    from every opening one would take the square of their number.
-    """
-    parameters: list[tuple[str, str]] = []
-    left: list[str] = []
-    position = 0
-    while (opened := _PARAMETER.search(inside, position)) is not None:
-        end = inside.find(_PARAMETER_END, opened.end())
-        if end < 0:
-            break
-        left.append(inside[position : opened.start()])
-        parameters.append((opened[1], inside[opened.end() : end]))
-        position = end + len(_PARAMETER_END)
-    return parameters, "".join([*left, inside[position:]])
-
-
 def _function_call(name: str | None, inside: str, number: int, tools: Sequence[ToolSchema]) -> ToolCall | str:
     if not name:
         return "a call needs <function=NAME>"
-    parameters, left = _parameters(inside)
-    if left.strip():
-        return f"{name} holds something else than <parameter=KEY>value</parameter>"
     tool = next((tool for tool in tools if tool.get("name") == name), None)
-    known, is_known = Arguments.from_schema(tool or {}), tool is not None
+    known = Arguments.from_schema(tool or {})
     arguments: dict[str, Json] = {}
-    for key, text in parameters:
+    others: list[str] = []  # text outside of parameters
+    position = 0
+    while (opened := _PARAMETER.search(inside, position)) is not None:
+        end = inside.find(_PARAMETER_END, opened.end())
+        if end < 0:  # no further closing tag: continuing at every opening one would take quadratic time
+            break
+        others.append(inside[position : opened.start()])
+        key, text = opened[1], inside[opened.end() : end].removeprefix("\n").removesuffix("\n")
         # An argument that a schema neither declares nor leaves open stays text, as in Qwen's reader.
-        accepted = _ANY if is_known and known.accepts_any(key) else known.accepted(key)
-        arguments[key] = _parameter_value(text.removeprefix("\n").removesuffix("\n"), accepted)
+        accepted = _ANY if tool is not None and known.accepts_any(key) else known.accepted(key)
+        arguments[key] = _parameter_value(text, accepted)
+        position = end + len(_PARAMETER_END)
+    if "".join([*others, inside[position:]]).strip():
+        return f"{name} holds something else than <parameter=KEY>value</parameter>"
     return ToolCall(name=name, arguments=arguments, call_id=call_id(number))
 
 
 def _parameter_value(text: str, accepted: Accepted | None) -> Json:
-    """The text as a value that its parameter takes; as it is where it cannot be one.
+    """Convert the text of a parameter to an accepted value; if it fits none, it stays text.
 
-    Where text is taken beside others, JSON of these others is what it says, as it is written.
+    If text and other types are accepted, the text of a JSON value of another type becomes that value.
     """
     if accepted is None:
         return text
-    value = _json(text)
-    if not isinstance(value, str) and accepted.fits(value):
+    value: Json = text
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    is_json = not isinstance(value, str)
+    if is_json and accepted.fits(value):
         return value
     if accepted.fits(text):
         return text
-    return _literal(text) if isinstance(value, str) else value
-
-
-def _json(text: str) -> Json:
-    """The JSON value that a text is; the text itself where it is none."""
-    try:
-        value: Json = json.loads(text, parse_float=_finite, parse_constant=_finite)
-    except (ValueError, RecursionError):
-        return text
-    return text if isinstance(value, str) else value
-
-
-def _finite(text: str) -> float:
-    if not isfinite(number := float(text)):
-        raise ValueError(f"{text} is no number to JSON")
-    return number
-
-
-def _literal(text: str) -> Json:
-    """The same of Python, which models write too: ``True``, or quotation marks of the other kind."""
-    try:
-        value: Json = json.loads(json.dumps(ast.literal_eval(text.strip())))
+    if is_json:
+        return value
+    try:  # models also write Python: ``True``, or single quotation marks
+        value = json.loads(json.dumps(ast.literal_eval(text.strip())))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return text
     return value
 
 
-def _written(call: ToolCall) -> str:
+def _finite(text: str) -> float:
+    if not isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number in JSON")
+    return number
+
+
+def _write_function_call(call: ToolCall) -> str:
     parts = (
         f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}\n"
         "</parameter>\n"
@@ -480,13 +438,12 @@ def _written(call: ToolCall) -> str:
     return f"{_OPEN}\n<function={call.name}>\n{''.join(parts)}</function>\n{_CLOSE}"
 
 
-# The forms of calls by name: those that are built in, and those of plug-ins.
-
+# --- Call formats by name ---
 
 CallFormatName: TypeAlias = Annotated[str, Name("call_formats")]
-"""A form of calls: one that is built in, a registered one, or ``my_module:MyForm``."""
+"""A call format: a built-in or registered name, or ``my_module:MyFormat``."""
 ProtocolName: TypeAlias = Annotated[str, Name("call_formats", also=("tags",))]
-"""``tags``, the papers' tags, or a form of native calls."""
+"""``tags``, the papers' tags, or a call format."""
 
 CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
     "hermes": Hermes(),
@@ -497,47 +454,43 @@ CALL_FORMATS: Final[Mapping[str, CallFormat]] = {
 
 
 def get_call_format(name: str) -> CallFormat:
-    """The form of this name. Raises ConfigError for one that nobody has, or that is no form of calls."""
+    """Return the call format of a name. Raises ConfigError if there is none."""
     if name in CALL_FORMATS:
         return CALL_FORMATS[name]
     call_format: object = resolve("call_formats", name)()
     if not isinstance(call_format, CallFormat):
         raise ConfigError(
-            f"{name} is no form of calls: it has to have markers, read, write and describe "
-            "(outrider.tokens.tool_calls.CallFormat)"
+            f"{name} is no call format: it must have markers, read, write and describe (outrider.CallFormat)"
         )
     return call_format
 
 
 def describe_unwritable(name: str, tools: Sequence[ToolSchema]) -> str:
-    """Which of the tools a form cannot call, and the built-in forms that can call all; empty where it can
-    itself.
+    """Describe the first name that a call format cannot write and list the built-in formats that can, or
+    return "".
     """
-    problem = next((problem for tool in tools if (problem := _unwritable(get_call_format(name), tool))), "")
+
+    def find_unwritable(form: CallFormat) -> str:
+        unwritable = getattr(form, "unwritable", None)
+        return "" if unwritable is None else next(filter(None, map(unwritable, tools)), "")
+
+    problem = find_unwritable(get_call_format(name))
     if not problem:
         return ""
-    others = [
-        other for other, form in CALL_FORMATS.items() if not any(_unwritable(form, tool) for tool in tools)
-    ]
-    return f"calls in the form {name} cannot write {problem}: {', '.join(others)} can"
+    others = [other for other, form in CALL_FORMATS.items() if not find_unwritable(form)]
+    return f"the call format {name} cannot write {problem}: {', '.join(others)} can"
 
 
-def _unwritable(form: CallFormat, tool: ToolSchema) -> str:
-    return form.unwritable(tool) if isinstance(form, LimitedForm) else ""
+# --- Whole turns: thinking, calls, and whether the tools accept the calls ---
 
-
-# A turn's text read as a whole: thinking, calls, and whether the tools take them.
-
-
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _MAX_DEPTH: Final = 32
 _TOO_DEEP: Final = f"more than {_MAX_DEPTH} levels"
 _NOT_FINITE: Final = "a number that is not finite"
 
 
 def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """What a turn says. Without a form, or without tools, all behind the thinking is words. Calls that no
-    tool takes are problems.
+    """Parse a turn. Without a call format or without tools, all text after the thinking is content. Calls
+    that no tool accepts are problems.
     """
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
@@ -557,8 +510,8 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
 
 
 def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequence[ToolSchema]) -> ParsedTurn:
-    """A turn as a chat server passes it on: every call that can be read is a call, whether or not a tool
-    takes it, and so is a last one whose closing tag is missing (its ``problem`` says so).
+    """Parse a turn as a chat server does: calls are not validated against the tools, and a last call without
+    its closing tag is a call whose ``problem`` reports that.
     """
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
@@ -583,8 +536,8 @@ def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequen
 
 
 def sanitize_call(call: ToolCall) -> ToolCall | str:
-    """A call as a request can hold it: numbers that JSON lacks as text, question marks for halves of
-    surrogate pairs. Words for arguments that are nested too deep.
+    """Replace values that a request cannot contain: numbers that are not finite by text, halves of surrogate
+    pairs by question marks. Returns a problem if the arguments are nested too deeply.
     """
     problem = _find_unusable(call.arguments)
     if not problem and is_text(call.name) and is_text(call.raw):
@@ -603,11 +556,10 @@ def sanitize_call(call: ToolCall) -> ToolCall | str:
 
 
 def find_call_error(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
-    """Why no tool takes the call, in words for the policy; empty where one does.
+    """Describe for the policy why no tool accepts the call, or return "".
 
-    Checked are the names of tool and arguments, what is required, the types at the top level, and that
-    everything is text and numbers that JSON has, nested no deeper than anybody means it. What a schema says
-    otherwise, and what in it is no schema, is not looked at.
+    Checks the names of the tool and its arguments, required arguments, the types at the top level, and that
+    all values are JSON and not nested too deeply. Other parts of a schema are not checked.
     """
     schema = next((tool for tool in tools if tool.get("name") == call.name), None)
     if schema is None:
@@ -631,8 +583,8 @@ def find_call_error(call: ToolCall, tools: Sequence[ToolSchema]) -> str:
 
 
 def _find_unusable(arguments: Mapping[str, Any]) -> str:
-    """What of the arguments no tool and no tokenizer can be given; empty where there is nothing."""
-    queue: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: how deep it goes, the policy decides
+    """Describe a value that no tool or tokenizer can process, or return ""."""
+    queue: list[tuple[Any, int]] = [(arguments, 0)]  # no recursion: the policy decides how deep it goes
     while queue:
         value, depth = queue.pop()
         if depth > _MAX_DEPTH:
@@ -647,20 +599,13 @@ def _find_unusable(arguments: Mapping[str, Any]) -> str:
     return ""
 
 
-# Recorded turns in another form of calls than the one in which they were written.
-
-
-_MARKS = (("", ""), ("<|tool_call_start|>", "<|tool_call_end|>"))
-
-
 def convert_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> str:
-    """A turn whose calls are written as Hermes writes them, as imported chats are, in ``form``.
+    """Rewrite a turn with calls in the format ``hermes``, for example of an imported chat, in ``form``.
 
-    A turn that ``form`` reads itself stays as it is, and so does one that it cannot write: reading it then
-    says what is wrong.
+    A turn that ``form`` can read, or that it cannot write, is returned unchanged.
     """
     hermes = CALL_FORMATS["hermes"]
-    if "<tool_call>" not in text:
+    if _OPEN not in text:
         return text
     _, rest, _ = split_thinking(text, hermes)
     head = text[: len(text) - len(rest)]
@@ -670,9 +615,9 @@ def convert_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> s
     if _is_same(form.read(rest, tools), written):
         return text
     calls = form.write(written.calls)
-    for before, behind in _MARKS:  # some forms take words beside calls only if the calls have their tags
-        parts = (written.content, before + calls + behind)
-        candidate = "\n".join(part for part in parts if part)
+    # Some formats accept text next to calls only if the calls are tagged.
+    for tagged in (calls, f"{_PYTHONIC_OPEN}{calls}{_PYTHONIC_CLOSE}"):
+        candidate = "\n".join(part for part in (written.content, tagged) if part)
         if _is_same(form.read(candidate, tools), written):
             return head + candidate
     return text

@@ -1,4 +1,4 @@
-"""The contract between messages and ids: what a model family needs to be played, trained and served."""
+"""Rendering of messages to token ids and parsing of token ids, for generation, training and serving."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,10 +11,9 @@ from outrider.tokens.template import (
     ASSISTANT_MESSAGE,
     MARK,
     PLACEHOLDER_TOOL,
+    REFUSAL,
     USER_MESSAGE,
-    Abilities,
     Chat,
-    ChatWriter,
     Template,
     Tokenizer,
     TurnClosing,
@@ -30,28 +29,32 @@ _THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
-    """Renders prompts, observations and inline text for one tokenizer. Token ids are only ever appended: text
-    of the policy is never tokenized a second time. Raises ModelError if the template cannot serve.
+    """Renders prompts, observations and inline text for one tokenizer. Raises ModelError if the template is
+    unusable.
 
-    The generic way to extend a chat with any Hugging Face template: render a stand-in conversation with and
-    without the new messages and keep the difference.
+    Token ids are only appended; text of the policy is never tokenized again. To extend a conversation with
+    any Hugging Face template, the renderer renders a placeholder conversation with and without the new
+    messages and uses the difference. Text in messages that spells a special token gets a space after its
+    first character, so that only the template writes markers.
 
-    ``end_of_turn`` are the ids after which an assistant message is closed (what the template writes there),
-    ``opening`` those between the text of a user message and the assistant's answer. Text of a message that
-    spells a special token (a chat marker in a question, a page or a retrieved step) gets a space after its
-    first character: only the template writes markers.
+    If a template does not support system messages, their text is put in front of the first user message. If
+    roles must alternate, messages of one role in a row are joined. Both are joined by an empty line, as the
+    makers of Mistral and Gemma do. If a template does not render tools, the call format describes them in the
+    system message. If a tokenizer has several templates, ``tool_use`` renders conversations with tools and
+    ``default`` others, as in transformers, unless ``template_kwargs`` name one (``chat_template``).
 
-    Not every template knows every conversation. Where it has no system message (``supports_system``), or
-    drops it, its text goes in front of the first user message, and where roles must alternate, neighbours of
-    one role become one message: both joined by an empty line, as Mistral's and Gemma's makers do. Tools that
-    a template does not show are told in the system message, in the words of ``call_format``.
+    Args:
+        tokenizer: the tokenizer
+        template_kwargs: variables of the template, for example ``enable_thinking``
+        call_format: name of the call format
+        observations: the roles that answer a turn
+        history_thinking: whether a conversation that is rendered again contains the thinking of earlier turns
+        template: use this template instead of the tokenizer's
 
-    ``template_kwargs`` are variables of the template (``enable_thinking`` …). ``observations`` are the roles
-    that answer a turn. ``history_thinking``: whether a conversation that is rendered again shows the thinking
-    of its earlier turns.
-
-    If a tokenizer has several templates, conversations with tools are rendered by ``tool_use`` and others by
-    ``default``, as transformers chooses; ``template_kwargs`` may name one for all (``chat_template``).
+    Attributes:
+        end_of_turn: the ids that the template writes after an assistant message
+        opening: the ids between the text of a user message and the assistant's answer
+        closing: the tokens or text that end a turn
     """
 
     def __init__(
@@ -75,20 +78,16 @@ class ChatRenderer:
         self.history_thinking = history_thinking
         self._turn_end = self._plain_closing(is_answered="user" in observations)
         self.end_of_turn: tuple[int, ...] = self._turn_end.ids
-        opening_text = self.template.behind("user messages", [{"role": "user", "content": MARK}], opened=True)
-        self.opening: tuple[int, ...] = tuple(self.template.encode_behind((), opening_text))
-        self._opened = opened_thinking(opening_text)
-        self.abilities = Abilities(self.template)
-        self.supports_system = self.abilities.supports_system
-        self.closing = self._find_closing(opening_text)
-        self._writer = ChatWriter(
-            self.template, self.abilities, self.call_format, keeps_thinking=history_thinking == "keep"
+        opening_text = self.template.text_after_mark(
+            "user messages", [{"role": "user", "content": MARK}], opened=True
         )
+        self.opening: tuple[int, ...] = tuple(self.template.continuation.encode(opening_text))
+        self._opened = opened_thinking(opening_text)
+        self.supports_system = self.template.supports_system
+        self.closing = self._find_closing(opening_text)
 
     def with_tools(self, has_tools: bool) -> "ChatRenderer":
-        """The renderer of conversations with or without tools; this one unless the tokenizer has a template
-        of its own for each.
-        """
+        """The renderer of conversations with or without tools, which may have two templates."""
         is_right = self._other_template is self.template or has_tools == self.template.with_tools
         return self if is_right else self._other
 
@@ -103,17 +102,20 @@ class ChatRenderer:
         )
 
     def _find_closing(self, opening_text: str) -> TurnClosing:
-        """How turns end. Behind an answer some templates write nothing of their own (GLM): the token that
-        begins the next message ends the turn then, unless it begins the assistant's messages too.
+        """Find the tokens or text that end turns.
+
+        Some templates write nothing after an answer (GLM). Then the token that begins the next message ends
+        the turn, unless it also begins the assistant's messages.
         """
         closing = TurnClosing.from_ids(self.tokenizer, self.end_of_turn)
         if self._turn_end.text.strip():
             return closing
         opening = self.template.first_marker(opening_text)
         token_ids: list[int] = []
-        for read_text in (self._text_behind_answer, self._text_behind_call):
+        result = {"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "lookup"}
+        for render in (self._text_after_answer, lambda: self._after_calls([result])[1]):
             try:
-                marker = self.template.first_marker(read_text())
+                marker = self.template.first_marker(render())
             except ModelError:
                 continue
             if (
@@ -124,78 +126,74 @@ class ChatRenderer:
                 token_ids.append(marker[1])
         return replace(closing, token_id=token_ids[0], next_roles=tuple(token_ids)) if token_ids else closing
 
-    def _text_behind_answer(self) -> str:
-        return self.template.behind(
+    def _text_after_answer(self) -> str:
+        return self.template.text_after_mark(
             "an observation after an answer", [USER_MESSAGE, ASSISTANT_MESSAGE, USER_MESSAGE], opened=True
         )
 
-    def _text_behind_call(self) -> str:
-        return self._after_calls(
-            [{"role": "tool", "content": "a", "tool_call_id": "call00000", "name": "lookup"}]
-        )[1]
-
     def _plain_closing(self, *, is_answered: bool) -> WrittenClosing:
-        """The closing of a turn without calls. Raises ModelError where a user message cannot follow it and
-        has to.
+        """The closing of a turn without calls. Raises ModelError if the template refuses a user message after
+        it and ``is_answered``.
         """
-        closed = self.template.behind("assistant messages", [USER_MESSAGE, ASSISTANT_MESSAGE])
+        closed = self.template.text_after_mark("assistant messages", [USER_MESSAGE, ASSISTANT_MESSAGE])
         try:
-            return self.template.closing(closed, self._text_behind_answer())
+            return self.template.closing(closed, self._text_after_answer())
         except ModelError as error:
             if is_answered:
-                reason = str(error).removeprefix("the tokenizer has no usable chat template: ")
+                reason = str(error).removeprefix(REFUSAL)
                 raise ModelError(
-                    f"the chat template of {self.template.name} refuses a user message behind an answer: "
+                    f"the chat template of {self.template.name} refuses a user message after an answer: "
                     f"{reason}"
                 ) from error
             return self.template.written_closing(closed)
 
     @property
     def turn_end_text(self) -> str:
-        """What the template writes behind an answer."""
+        """The text that the template writes after an answer."""
         return self._turn_end.text
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> tuple[int, ...]:
-        """Ids of the first messages with the assistant's turn opened; ``tools`` are described to the model.
-        Inline messages may only follow.
+        """Render the first messages and ``tools`` to ids, including the start of the assistant's turn. Inline
+        messages must come last.
         """
         inline = [m for m in messages if m.role == "inline"]
         text = self.whole_text(messages, tools)
-        return tuple(self.template.encode(text + "".join(self.template.plain(m.content) for m in inline)))
+        return tuple(self.template.encode(text + "".join(self.template.escape(m.content) for m in inline)))
 
     def whole_text(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema] = (), *, opened: bool = True
     ) -> str:
-        """A conversation rendered at once, without its inline messages, as a server renders it."""
+        """Render a whole conversation without its inline messages, as a server does."""
         renderer = self.with_tools(bool(tools) or any(message.role == "tool" for message in messages))
-        chat, template_tools = renderer._writer.chat(messages, tools)
+        chat, template_tools = renderer._to_chat(messages, tools)
         return renderer.template.render(chat, opened=opened, tools=template_tools)
 
     def count_tokens(self, text: str) -> int:
-        """The number of tokens of a text inside a message."""
+        """Count the tokens of a text inside a message."""
         return len(self.bridge((), [Message(role="inline", content=text)]))
 
     def bridge(self, previous_ids: Sequence[int], messages: Sequence[Message]) -> tuple[int, ...]:
-        """Ids that follow ``previous_ids`` (an assistant turn, closed or not) so that ``messages`` are said
-        next.
+        """Return the ids that append ``messages`` to ``previous_ids``, which end with an assistant turn.
 
-        Inline messages continue the open assistant turn; chat messages close it first, with exactly those of
-        the template's closing ids that the policy has not written itself, and open the next assistant turn.
-        A turn that the policy has ended with the tokenizer's end token is closed: no second one follows.
+        Inline messages continue the open assistant turn. Chat messages first close it, with exactly those of
+        the template's closing ids that the policy has not written itself, and then open the next assistant
+        turn. If the policy has ended its turn with the tokenizer's end token, no second one is added.
         """
         if any(m.role == "tool" for m in messages) and (renderer := self.with_tools(True)) is not self:
             return renderer.bridge(previous_ids, messages)
-        inline = "".join(self.template.plain(m.content) for m in messages if m.role == "inline")
-        chat, _ = self._writer.chat(messages)
+        inline = "".join(self.template.escape(m.content) for m in messages if m.role == "inline")
+        chat, _ = self._to_chat(messages)
         if not chat:
-            return tuple(self.template.encode_behind(previous_ids, inline))
+            return tuple(self.template.continuation.encode(inline, previous_ids))
         if inline:
             raise ValueError("inline and chat messages cannot answer the same turn")
         if chat[0]["role"] == "tool":
             closing, rest = self._after_calls(chat)
         else:
             closing = self._turn_end
-            text = self.template.behind("answers", [USER_MESSAGE, ASSISTANT_MESSAGE, *chat], opened=True)
+            text = self.template.text_after_mark(
+                "answers", [USER_MESSAGE, ASSISTANT_MESSAGE, *chat], opened=True
+            )
             if not text.startswith(closing.text):
                 raise ModelError(
                     "the chat template closes the last assistant message differently from an earlier one"
@@ -204,12 +202,12 @@ class ChatRenderer:
         closing, rest = self._with_next_role(closing, rest)
         missing = closing.missing(previous_ids)
         if self._ends_with_eos(previous_ids) and closing.text.strip() and not self.closing.next_roles:
-            missing = closing.behind_marker
-        return (*missing, *self.template.encode_behind((*previous_ids, *missing), rest))
+            missing = closing.after_marker
+        return (*missing, *self.template.continuation.encode(rest, (*previous_ids, *missing)))
 
     def _with_next_role(self, closing: WrittenClosing, rest: str) -> tuple[WrittenClosing, str]:
-        """A closing that is nothing but white space ends with the token that begins the next message: the
-        policy may have ended its turn with that one.
+        """Extend a closing of white space by the token that begins the next message, with which the policy
+        may have ended its turn.
         """
         marker = None if closing.text.strip() else self.template.first_marker(rest)
         if marker is None:
@@ -217,23 +215,23 @@ class ChatRenderer:
         return self.template.written_closing(closing.text + marker[0]), rest[len(marker[0]) :]
 
     def _ends_with_eos(self, previous_ids: Sequence[int]) -> bool:
-        """Whether the turn ends with the tokenizer's end token, which is not the template's."""
+        """Whether the turn ends with the tokenizer's end token and the template uses another one."""
         if not previous_ids or self.closing.token_id is None:
             return False
         return previous_ids[-1] == self.tokenizer.eos_token_id not in self.closing.token_ids
 
     def _after_calls(self, chat: Chat) -> tuple[WrittenClosing, str]:
-        """The closing of a turn that calls tools, and the text of their results behind it."""
-        placeholder, mark = self.abilities.calling_turn(
+        """The closing of a turn that calls tools, and the text of their results."""
+        placeholder, mark = self.template.calling_turn(
             [message for message in chat if message["role"] == "tool"]
         )
-        closed = self.template.behind("tool calls", [USER_MESSAGE, placeholder], mark=mark)
-        followed = self.template.behind(
+        closed = self.template.text_after_mark("tool calls", [USER_MESSAGE, placeholder], mark=mark)
+        followed = self.template.text_after_mark(
             "tool results", [USER_MESSAGE, placeholder, *chat], opened=True, mark=mark
         )
         common = self.template.closing(closed, followed).text
         end = self._turn_end.text
-        if not common.endswith(end):  # a marker of its own for turns that call
+        if not common.endswith(end):  # turns with calls have another marker
             last = [match.start() for match in self.template.markers.finditer(common)][-1:]
             end = common[last[0] :] if last else common
         closing = self._turn_end if end == self._turn_end.text else self.template.written_closing(end)
@@ -242,26 +240,27 @@ class ChatRenderer:
     def parse(
         self, token_ids: Sequence[int], *, context: Sequence[int] = (), tools: Sequence[ToolSchema] = ()
     ) -> ParsedTurn:
-        """Parse a turn of the policy. ``context`` are the ids before it: what the template opened there
-        belongs to the turn. Calls of tools that ``tools`` lack are problems. Never raises for what was
-        written.
+        """Parse a turn of the policy. Never raises for anything that the policy wrote.
+
+        ``context`` are the ids before it; a block of thinking that the template opened there belongs to the
+        turn. Calls that none of the ``tools`` accepts are problems.
         """
         return read_turn(self.turn_text(token_ids, context=context), self.call_format, tools)
 
     def parse_message(self, text: str, tools: Sequence[ToolSchema]) -> Message:
-        """A turn as a message of the history; calls that cannot be read stay in its words."""
+        """Parse a turn to a message of the history; invalid calls stay in its content."""
         turn = read_turn(text, self.call_format, tools)
         if turn.problems:
-            reasoning, words, _ = split_thinking(text, self.call_format)
-            return Message(role="assistant", content=words, reasoning=reasoning)
+            reasoning, content, _ = split_thinking(text, self.call_format)
+            return Message(role="assistant", content=content, reasoning=reasoning)
         return Message(
             role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=turn.tool_calls
         )
 
     def turn_text(self, token_ids: Sequence[int], *, context: Sequence[int], is_closed: bool = True) -> str:
-        """The text of a turn with what the template has opened for it (``<think>``), without its closing.
+        """Decode a turn, including a block that the template has opened (``<think>``), without its closing.
 
-        Special tokens are left out, but those that thinking and tool calls are read by.
+        Special tokens are left out except those of thinking and tool calls.
         """
         if is_closed and token_ids and token_ids[-1] in self.closing.next_roles:
             token_ids = token_ids[:-1]
@@ -275,26 +274,27 @@ class ChatRenderer:
             ]
         if context:
             text = self.template.continuation.decode(token_ids, skip_special_tokens=skips)
-            if self.template.continuation.adds_blank_behind(context):
+            if self.template.continuation.adds_blank_after(context):
                 text = text.removeprefix(" ")
         else:
             text = decode_text(self.tokenizer, token_ids, skip_special_tokens=skips)
         if self.lead and self._is_opened(context):
             text = text.removeprefix(self.lead)
         if is_closed:
-            # Where a template closes turns with ordinary tokens, decoding shows them as text.
+            # A closing of ordinary tokens is part of the decoded text.
             text = self.closing.cut(text).removesuffix(self._white_space_before_end)
         return self.opened(context) + text
 
     def demonstration(self, text: str, context: Sequence[int]) -> str:
-        """A demonstrator's turn as the template writes it: without the white space around it that the
-        template drops, without a second opening of a block of thinking that the template has opened, and
-        with that block closed in front of a text that does not think.
+        """Adapt the text of a demonstration to the template.
+
+        Removes white space that the template drops, and the opening of a block of thinking if the template
+        has opened one; closes that block in front of a text without thinking.
         """
-        drops_before, drops_behind = self._drops_white_space
+        drops_before, drops_after = self._drops_white_space
         if drops_before and self._is_opened(context):
             text = text.lstrip()
-        if drops_behind:
+        if drops_after:
             text = text.rstrip()
         opened = self.opened(context)
         if not text or not opened:
@@ -305,18 +305,17 @@ class ChatRenderer:
 
     @cached_property
     def _drops_white_space(self) -> tuple[bool, bool]:
-        """Whether the template drops white space in front of an answer, and behind it (Llama 2 and 3)."""
+        """Whether the template drops white space before and after an answer (Llama 2 and 3)."""
         answer = {"role": "assistant", "content": f"\n \n{MARK}\n \n"}
         text = self.template.render([USER_MESSAGE, answer], opened=False)
-        before, _, behind = text.partition(MARK)
-        return not before.endswith("\n \n"), not behind.startswith("\n \n")
+        before, _, after = text.partition(MARK)
+        return not before.endswith("\n \n"), not after.startswith("\n \n")
 
     def turn_ids(self, text: str, context: Sequence[int], *, is_closed: bool) -> list[int]:
-        """The ids of a turn that somebody else has written, as the template writes it behind ``context``:
-        with the white space in front of it, and with its end if it ``is_closed``.
+        """Encode a turn that was not sampled, as the template writes it after ``context``: with the white
+        space before it, and with its end if it ``is_closed``.
 
-        End tokens that the text spells are no ends: those behind it are left out, others get a space after
-        their first character.
+        End tokens in the text are removed at its end; others get a space after their first character.
         """
         ids_of_ends = set(self.closing.token_ids)
         if self.tokenizer.eos_token_id is not None:
@@ -327,7 +326,7 @@ class ChatRenderer:
         for end in ends:
             text = text.replace(end, f"{end[0]} {end[1:]}")
         lead = self.lead if self._is_opened(context) else ""
-        ids = self.template.encode_behind(context, lead + text)
+        ids = self.template.continuation.encode(lead + text, context)
         if is_closed:
             ids += self._end_ids(text, (*context, *ids))
         return ids
@@ -337,28 +336,28 @@ class ChatRenderer:
         return str(added[token_id]) if token_id in added else ""
 
     def _end_ids(self, text: str, context: Sequence[int]) -> list[int]:
-        """The ids with which the template ends a turn, up to its marker. Raises ModelError without one."""
+        """The ids with which the template ends a turn, up to its marker. Raises ModelError without any."""
         if self.closing.stop:
-            return self.template.encode_behind(context, self.closing.text)
+            return self.template.continuation.encode(self.closing.text, context)
         if self.closing.next_roles:
             read = read_turn(text, self.call_format, [PLACEHOLDER_TOOL]) if self.call_format else None
             is_call = read is not None and bool(read.tool_calls or read.problems)
             marker = self.closing.next_roles[-1 if is_call else 0]
-            return self.template.encode_behind(context, self._turn_end.text + self._added_text(marker))
+            return self.template.continuation.encode(self._turn_end.text + self._added_text(marker), context)
         if self.closing.token_id is None:
             if self.tokenizer.eos_token_id is None:
                 raise ModelError("the tokenizer has no end-of-turn id")
             return [self.tokenizer.eos_token_id]
         end = self._added_text(self.closing.token_id)
         before = self._turn_end.text.partition(end)[0]
-        return self.template.encode_behind(context, before + end)
+        return self.template.continuation.encode(before + end, context)
 
     def opened(self, context: Sequence[int]) -> str:
-        """What the template has opened at the end of the ids and the next turn goes on with."""
+        """The block of thinking that the template has opened at the end of the ids, or ""."""
         return self._opened if self._opened and self._is_opened(context) else ""
 
     def _is_opened(self, context: Sequence[int]) -> bool:
-        """Whether a turn begins behind these ids."""
+        """Whether a turn begins after these ids."""
         if not context:
             return False
         end = decode_text(self.tokenizer, context[-len(self.opening) - 1 :], skip_special_tokens=False)
@@ -366,15 +365,13 @@ class ChatRenderer:
 
     @property
     def _white_space_before_end(self) -> str:
-        """What the template writes between the text of a turn and its end token (Llama 2)."""
+        """White space between the text of a turn and its end token (Llama 2)."""
         text = self._turn_end.text
         return text[: len(text) - len(text.lstrip())] if self.closing.token_ids else ""
 
     @cached_property
     def lead(self) -> str:
-        """White space that the template writes between the opening of a turn and its text, and that a policy
-        which writes as its template does writes itself.
-        """
+        """White space between the opening of a turn and its text, which the policy itself has to write."""
         opened = self.template.render([USER_MESSAGE], opened=True)
         whole = self.template.render([USER_MESSAGE, ASSISTANT_MESSAGE], opened=False)
         lead = whole[len(opened) :].split(MARK)[0] if whole.startswith(opened) else ""
@@ -382,7 +379,7 @@ class ChatRenderer:
 
     @cached_property
     def _generation(self) -> str:
-        """The text that opens a turn: from its last marker on, as it is decoded."""
+        """The decoded text that opens a turn, from its last marker on."""
         text = decode_text(self.tokenizer, self.opening, skip_special_tokens=False)
         before = text[: len(text) - len(self._opened)]
         starts = [match.start() for match in self.template.markers.finditer(before)]
@@ -390,7 +387,70 @@ class ChatRenderer:
 
     @cached_property
     def _visible_tokens(self) -> frozenset[int]:
-        """Special tokens that are part of what the policy says."""
+        """Special tokens that are part of the text of the policy."""
         markers = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
         added = self.tokenizer.added_tokens_decoder
         return frozenset(i for i, token in added.items() if token.special and str(token) in markers)
+
+    # Messages as the chat of the template: missing roles, earlier thinking and calls, tools.
+
+    def _to_chat(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[Chat, Sequence[ToolSchema]]:
+        """Convert all messages except inline ones; return also the tools that the template renders itself."""
+        if tools and not self.template.shows_tools:
+            messages, tools = self._with_tool_descriptions(messages, tools), ()
+        chat: Chat = []
+        must_join = False
+        for message in messages:
+            if message.role == "inline":
+                continue
+            is_system = message.role == "system" and not self.template.supports_system
+            entry = self._to_dict(message, "user" if is_system else message.role)
+            is_repeat = bool(chat) and chat[-1]["role"] == entry["role"] != "tool"
+            if is_repeat and (must_join or not self.template.supports_repeats):
+                chat[-1]["content"] += f"\n\n{entry['content']}"
+            else:
+                chat.append(entry)
+            must_join = is_system
+        return chat, [self.template.escape(tool) for tool in tools]
+
+    def _to_dict(self, message: Message, role: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {"role": role, "content": self.template.escape(message.content)}
+        if role == "tool":
+            ids = {"tool_call_id": message.tool_call_id, "name": message.tool_name}
+            return entry | {key: value for key, value in ids.items() if value}
+        if role != "assistant":
+            return entry
+        calls = [
+            replace(call, arguments=self.template.escape(call.arguments), raw=self.template.escape(call.raw))
+            for call in message.tool_calls
+        ]
+        shape = self.template.call_shape if calls else None
+        if shape is not None:
+            entry = shape.message(calls, entry["content"])
+        elif calls:
+            if self.call_format is None:
+                raise ModelError("the chat template does not render tool calls: name their call format")
+            written = self.call_format.write(calls)
+            entry["content"] = f"{entry['content']}\n{written}" if entry["content"] else written
+        if message.reasoning:
+            thinking = self.template.escape(message.reasoning)
+            key = self.template.reasoning_key
+            if key is not None:
+                entry[key] = thinking
+            elif self.history_thinking == "keep":
+                entry["content"] = f"<think>\n{thinking}\n</think>\n\n{entry['content'] or ''}"
+        return entry
+
+    def _with_tool_descriptions(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema]
+    ) -> Sequence[Message]:
+        """Append the description of the call format to the system message."""
+        if self.call_format is None:
+            raise ModelError("the chat template does not render tools: name the call format")
+        description = self.call_format.describe(tools)
+        if messages and messages[0].role == "system":
+            first = replace(messages[0], content=f"{messages[0].content}\n\n{description}")
+            return [first, *messages[1:]]
+        return [Message(role="system", content=description), *messages]

@@ -1,7 +1,7 @@
-"""A chat template tried out before the first rollout, on every role and order that a family's episodes have.
+"""Checks a chat template before the first rollout, for every role and order of messages that episodes have.
 
-What it refuses is an error then, and where a conversation that is rendered at once (as a server does) has
-other ids than the appended ones, a person is told which and where.
+A role that the template refuses is an error. If a conversation that is rendered at once, as by a server, has
+other ids than the appended ones, a note describes the difference.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,10 @@ from outrider.errors import ModelError
 from outrider.plugins.registry import known_names
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls
 from outrider.tokens.renderer import ChatRenderer
-from outrider.tokens.template import PLACEHOLDER_TOOL, decode_text, named_templates
-from outrider.tokens.tool_calls import CallFormat
+from outrider.tokens.template import PLACEHOLDER_TOOL, REFUSAL, decode_text, named_templates
 from outrider.types import Message, Role, ToolCall, ToolSchema
 
-_CONTEXT_CHARS = 24  # characters on each side of a difference
+_CONTEXT_CHARS = 24  # on each side of a difference
 TOOLS: Final[tuple[ToolSchema, ...]] = (PLACEHOLDER_TOOL,)
 
 
@@ -38,7 +37,8 @@ _OBSERVATION: Final = Message(role="user", content="Observation")
 _ANSWER: Final = _assistant_message("Answer")
 _CALL: Final = _assistant_message(num_calls=1)
 _CALL_WITH_TEXT: Final = _assistant_message("Answer", num_calls=1)
-_WORDS: Final = "words beside a call"
+_THINKING_CALL: Final = _assistant_message(thinks=True, num_calls=1)
+_TEXT_AND_CALL: Final = "text and a call, then its result"
 
 ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
     {
@@ -46,36 +46,37 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
         "blanks around an answer": (_assistant_message(" \nAnswer\n "), _OBSERVATION),
         "two user messages in a row": (_ANSWER, _OBSERVATION, _OBSERVATION),
         "thinking, then a user message": (_assistant_message("Answer", thinks=True), _OBSERVATION),
-        "a call, then its result": (_assistant_message(num_calls=1), _result()),
-        _WORDS: (_CALL_WITH_TEXT, _result()),
+        "a call, then its result": (_CALL, _result()),
+        _TEXT_AND_CALL: (_CALL_WITH_TEXT, _result()),
         "several calls, then their results": (_assistant_message(num_calls=2), _result(0), _result(1)),
-        "a result, another call, then its result": (
-            _assistant_message(num_calls=1), _result(), _assistant_message(num_calls=1), _result(),
-        ),
-        "a call that cannot be read, then what was wrong": (_ANSWER, _result()),
-        "thinking and a call, then its result": (_assistant_message(thinks=True, num_calls=1), _result()),
-        "a result, thinking, then another result": (
-            _assistant_message(num_calls=1), _result(), _assistant_message(thinks=True, num_calls=1),
-            _result(),
-        ),
-        "a call, its result, an answer, then a user message": (
-            _assistant_message(num_calls=1), _result(), _ANSWER, _OBSERVATION,
-        ),
+        "a result, another call, then its result": (_CALL, _result(), _CALL, _result()),
+        "an invalid call, then the problem": (_ANSWER, _result()),
+        "thinking and a call, then its result": (_THINKING_CALL, _result()),
+        "a result, thinking, then another result": (_CALL, _result(), _THINKING_CALL, _result()),
+        "a call, its result, an answer, then a user message": (_CALL, _result(), _ANSWER, _OBSERVATION),
         "thinking, a result, an answer, then a user message": (
-            _assistant_message(thinks=True, num_calls=1), _result(), _ANSWER, _OBSERVATION,
+            _THINKING_CALL, _result(), _ANSWER, _OBSERVATION,
         ),
     }
 )  # fmt: skip
-"""What is tried, each behind a system message and a question."""
+"""The orders to check, each after a system message and a question."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """What a template cannot do. ``differs``: order -> where a conversation rendered at once has other ids
-    than the appended ones. ``demonstrated`` and ``demonstrated_call``: the same for an answer and for words
-    beside a call that a cold start trains on. ``templates`` are the names of a tokenizer's templates, ``end``
-    is the model's own end token if the template has none. ``unread``: an example of a call as the template
-    writes it where the form of calls does not read it, and ``readers`` the forms that do.
+    """What a template cannot do.
+
+    Attributes:
+        name: name of the template
+        differs: order -> how the conversation rendered at once differs from the appended ids
+        unread: a call as the template writes it, if the call format cannot read it
+        readers: call formats that can read it
+        writes_date: the template writes the current date
+        hides_tools: the template does not render tools
+        demonstrated: how an answer rendered at once differs from one that a cold start trains on
+        demonstrated_call: the same for text and a call
+        templates: names of the tokenizer's templates if it has several
+        end: the model's end token if the template writes no end of a turn
     """
 
     name: str
@@ -90,10 +91,11 @@ class LoadCheck:
     end: str = ""
 
     def notes(self) -> list[str]:
-        """Lines for a person, each with what to do."""
+        """Describe every finding in one line, with what to do."""
+        template = f"the chat template of {self.name}"
         lines = [
-            f"the chat template of {self.name} renders {order} differently at once than appended "
-            f"({detail}): a server that renders it sees other ids than training"
+            f"{template} renders {order} differently at once than appended ({detail}): a server that renders "
+            "it uses other ids than training"
             for order, detail in self.differs.items()
         ]
         if self.templates:
@@ -103,43 +105,39 @@ class LoadCheck:
                 f"the tokenizer of {self.name} has the chat templates {', '.join(self.templates)}: "
                 f"{tools_template} renders conversations with tools, {others} renders others"
             )
-        if self.demonstrated:
-            lines.append(
-                f"the chat template of {self.name} renders an answer without thinking differently at once "
-                f"than a cold start trains on it ({self.demonstrated})"
-            )
-        if self.demonstrated_call:
-            lines.append(
-                f"the chat template of {self.name} renders words beside a call differently at once than a "
-                f"cold start trains on them ({self.demonstrated_call})"
-            )
+        for label, detail in (
+            ("an answer without thinking", self.demonstrated),
+            ("text and a call", self.demonstrated_call),
+        ):
+            if detail:
+                lines.append(
+                    f"{template} renders {label} differently at once than a cold start trains on ({detail})"
+                )
         if self.end:
             lines.append(
-                f"the chat template of {self.name} writes nothing that ends a turn: turns end with "
-                f"{self.end}, which a server that renders a conversation leaves out"
+                f"{template} writes nothing that ends a turn: turns end with {self.end}, which a server that "
+                "renders a conversation leaves out"
             )
         if self.unread:
-            advice = f": environment.protocol = {self.readers[0]} does" if self.readers else ""
+            advice = f": set environment.protocol = {self.readers[0]}" if self.readers else ""
             lines.append(
-                f"the chat template of {self.name} writes calls as {self.unread!r}, which the form of calls "
-                f"that was named does not read{advice}"
+                f"{template} writes calls as {self.unread!r}, which the chosen call format does not read"
+                f"{advice}"
             )
         if self.writes_date:
             lines.append(
-                f"the chat template of {self.name} writes the date of the day: name one in "
-                "model.template_kwargs (such as date_string), or no two days have the same prompts"
+                f"{template} writes the current date: set one in model.template_kwargs (such as "
+                "date_string), so that prompts do not change from day to day"
             )
         if self.hides_tools:
-            lines.append(
-                f"the chat template of {self.name} does not show tools: the system message tells of them"
-            )
+            lines.append(f"{template} does not render tools: the system message describes them")
         return lines
 
 
 def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> LoadCheck:
-    """Try every order of an episode whose turns are answered by these roles.
+    """Check every order of messages whose turns are answered by the roles ``observations``.
 
-    Raises ModelError with the template's name and the role for what cannot be bridged.
+    Raises ModelError, with the name of the template and the role, if it cannot render one.
     """
     uses_tools = "tool" in observations
     tools = TOOLS if uses_tools else ()
@@ -147,10 +145,16 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
     for order, messages in ORDERS.items():
         if not {message.role for message in messages} - {"assistant"} <= set(observations):
             continue
-        appended = _appended(renderer, order, messages, tools)
+        token_ids, as_read = _append_order(renderer, order, messages, tools)
         if renderer.history_thinking == "strip":
-            _require_whole(renderer, order, appended.messages, tools)
-        if detail := difference(renderer, appended.token_ids, appended.messages, tools):
+            try:
+                renderer.whole_text(as_read, tools)
+            except ModelError as error:
+                raise ModelError(
+                    f"the chat template of {renderer.template.name} refuses {order} at once, as "
+                    f"model.history_thinking = strip renders it: {_reason(error)}: use keep"
+                ) from error
+        if detail := find_difference(renderer, token_ids, as_read, tools):
             differs[order] = detail
     written = written_call(renderer) if uses_tools and renderer.call_format is not None else ""
     unread = "" if not written or _reads(renderer, written) else written.strip()
@@ -159,14 +163,14 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
     end, eos = "", renderer.tokenizer.eos_token_id
     if eos is not None and not (renderer.closing.token_ids or renderer.closing.stop):
         end = decode_text(renderer.tokenizer, [eos], skip_special_tokens=False)
-    is_read = uses_tools and not unread and renderer.call_format is not None and _WORDS not in differs
+    is_read = uses_tools and not unread and renderer.call_format is not None and _TEXT_AND_CALL not in differs
     return LoadCheck(
         name=renderer.template.name,
         differs=differs,
         unread=unread,
         readers=tuple(matching_formats(renderer)) if unread else (),
         writes_date="strftime_now" in source and "date_string" not in renderer.template.variables,
-        hides_tools=uses_tools and not renderer.abilities.shows_tools,
+        hides_tools=uses_tools and not renderer.template.shows_tools,
         demonstrated=_demonstration_difference(renderer, _ANSWER, tools),
         demonstrated_call=_demonstration_difference(renderer, _CALL_WITH_TEXT, tools) if is_read else "",
         templates=names if len(names) > 1 and not renderer.template.is_chosen else (),
@@ -175,7 +179,7 @@ def check_template(renderer: ChatRenderer, observations: Sequence[Role]) -> Load
 
 
 def _demonstration_difference(renderer: ChatRenderer, message: Message, tools: Sequence[ToolSchema]) -> str:
-    """Where the ids of a demonstrated turn part from those of the conversation rendered at once."""
+    """How the ids of a demonstrated turn differ from those of the conversation rendered at once."""
     messages = _conversation([])
     prompt = renderer.prompt(messages, tools)
     text = message.content
@@ -198,40 +202,27 @@ def _demonstration_difference(renderer: ChatRenderer, message: Message, tools: S
     return _describe_difference(ours, theirs)
 
 
-def _appended(
+def _append_order(
     renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
-) -> "Appended":
+) -> tuple[list[int], list[Message]]:
     role = messages[-1].role
     problem = f"the chat template of {renderer.template.name} refuses a {role} message ({order})"
     try:
-        appended = append(renderer, _conversation(messages), tools)
+        token_ids, as_read = append(renderer, _conversation(messages), tools)
     except ModelError as error:
         raise ModelError(f"{problem}: {_reason(error)}") from error
-    text = decode_text(renderer.tokenizer, appended.token_ids, skip_special_tokens=False)
-    # the text as ids of this tokenizer show it
+    text = decode_text(renderer.tokenizer, token_ids, skip_special_tokens=False)
+    # the text as this tokenizer decodes it
     ids = renderer.template.encode(messages[-1].content)
     expected = decode_text(renderer.tokenizer, ids, skip_special_tokens=False).strip()
     if text.count(expected) < sum(message.content == messages[-1].content for message in messages):
         raise ModelError(f"{problem}: it drops its text")
-    return appended
-
-
-def _require_whole(
-    renderer: ChatRenderer, order: str, messages: Sequence[Message], tools: Sequence[ToolSchema]
-) -> None:
-    """Raises ModelError where the conversation cannot be rendered again."""
-    try:
-        renderer.whole_text(messages, tools)
-    except ModelError as error:
-        raise ModelError(
-            f"the chat template of {renderer.template.name} refuses {order} at once, as "
-            f"model.history_thinking = strip renders it: {_reason(error)}: use keep"
-        ) from error
+    return token_ids, as_read
 
 
 def written_call(renderer: ChatRenderer) -> str:
-    """A call as the template itself writes it; empty where it has no place for calls."""
-    shape = renderer.abilities.call_shape
+    """A call as the template itself writes it, or "" if it does not render calls."""
+    shape = renderer.template.call_shape
     if shape is None:
         return ""
     question = {"role": "user", "content": "q"}
@@ -241,9 +232,7 @@ def written_call(renderer: ChatRenderer) -> str:
 
 
 def matching_formats(renderer: ChatRenderer) -> list[str]:
-    """The forms of calls that read the template's own; none where it has no place for calls, or writes them
-    in a form of its own.
-    """
+    """The call formats that read the template's own calls; empty if there are none."""
     written = written_call(renderer)
     known = known_names("call_formats") if written else []
     tokenizer, variables = renderer.tokenizer, renderer.template.variables
@@ -255,9 +244,9 @@ def matching_formats(renderer: ChatRenderer) -> list[str]:
 
 
 def _reads(renderer: ChatRenderer, written: str) -> bool:
-    read = renderer.parse(renderer.template.encode(written), tools=TOOLS)
-    # words that nobody said are markers of another form
-    return read.tool_calls == _CALL.tool_calls and not read.content and not read.problems
+    turn = renderer.parse(renderer.template.encode(written), tools=TOOLS)
+    # content that is not part of the message is a marker of another format
+    return turn.tool_calls == _CALL.tool_calls and not turn.content and not turn.problems
 
 
 def _conversation(messages: Sequence[Message]) -> list[Message]:
@@ -265,16 +254,16 @@ def _conversation(messages: Sequence[Message]) -> list[Message]:
 
 
 def _reason(error: ModelError) -> str:
-    return str(error).removeprefix("the tokenizer has no usable chat template: ")
+    return str(error).removeprefix(REFUSAL)
 
 
-def difference(
+def find_difference(
     renderer: ChatRenderer,
     token_ids: Sequence[int],
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
 ) -> str:
-    """Where the appended ids part from those of the whole conversation; empty where they are the same."""
+    """Describe how the appended ids differ from those of the whole conversation, or return ""."""
     try:
         whole = renderer.template.encode(renderer.whole_text(messages, tools))
     except ModelError as error:
@@ -284,9 +273,8 @@ def difference(
     ours, theirs = (
         decode_text(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in (token_ids, whole)
     )
-    if ours == theirs:  # a token over the seam of two pieces: the policy's own stay as they were sampled
-        return ""
-    return _describe_difference(ours, theirs)
+    # Equal texts differ in a token across the seam of two pieces; the policy's tokens stay as sampled.
+    return "" if ours == theirs else _describe_difference(ours, theirs)
 
 
 def _describe_difference(ours: str, theirs: str) -> str:
@@ -298,24 +286,16 @@ def _describe_difference(ours: str, theirs: str) -> str:
     return f"appended {ours[window]!r}, at once {theirs[window]!r}"
 
 
-# What a policy that writes as its template does would write in a turn, and a whole conversation made of it.
+# --- Turns of a policy that writes as its template does, and whole conversations of them ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Appended:
-    """A conversation as appended ids, and its messages as they are read back from them.
+def append(
+    renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]
+) -> tuple[list[int], list[Message]]:
+    """Append prompt, turns and observations; the last message is an observation.
 
-    A turn whose calls the form of calls does not read stays as it was given.
-    """
-
-    token_ids: tuple[int, ...]
-    messages: tuple[Message, ...]
-
-
-def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> Appended:
-    """Prompt, turns and observations one after the other. The last message is an observation.
-
-    Raises ModelError where the template refuses one of them.
+    Returns the ids, and the messages as they are parsed from them; a turn whose calls cannot be parsed stays
+    unchanged. Raises ModelError if the template refuses a message.
     """
     first = next(number for number, item in enumerate(messages) if item.role == "assistant")
     history: list[Message] = list(messages[:first])
@@ -325,7 +305,7 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
         message = rest.pop(0)
         is_opened = bool(renderer.opened(ids))
         text = turn_text(renderer, history, message, tools, is_opened=is_opened)
-        turn = renderer.template.encode_behind(ids, text)
+        turn = renderer.template.continuation.encode(text, ids)
         read = renderer.parse(turn, context=ids, tools=tools)
         as_read = replace(message, content=read.content, reasoning=read.reasoning, tool_calls=read.tool_calls)
         if [item.name for item in read.tool_calls] != [item.name for item in message.tool_calls]:
@@ -336,53 +316,46 @@ def append(renderer: ChatRenderer, messages: Sequence[Message], tools: Sequence[
         answers, rest = rest[:num_answers], rest[num_answers:]
         ids += renderer.with_tools(bool(tools)).bridge(ids, answers)
         history += answers
-    return Appended(token_ids=tuple(ids), messages=tuple(history))
+    return ids, history
 
 
 def turn_text(
     renderer: ChatRenderer,
-    before: Sequence[Message],
+    history: Sequence[Message],
     message: Message,
     tools: Sequence[ToolSchema],
     *,
     is_opened: bool,
 ) -> str:
-    """The text of a turn as the template writes it last; put together where it writes something else than
-    it has begun, or refuses it. ``is_opened``: a block of thinking is open.
+    """The text of a turn as the template writes it after ``history``.
+
+    It is composed of its parts if the template refuses the conversation, drops a part, or changes the text
+    before it. ``is_opened``: a block of thinking is open.
     """
     try:
-        opened = renderer.whole_text(before, tools)
-        closed = renderer.whole_text([*before, message], tools, opened=False)
+        opened = renderer.whole_text(history, tools)
+        closed = renderer.whole_text([*history, message], tools, opened=False)
     except ModelError:
+        opened, closed = "", ""
+    written = closed[len(opened) :] if closed.startswith(opened) else ""
+    names = [call.name for call in message.tool_calls]
+    parts = (message.content.strip(), message.reasoning.strip(), *names)
+    if not opened or not closed.startswith(opened) or not all(part in written for part in parts):
         return _compose(renderer, message, is_opened=is_opened)
-    written = closed[len(opened) :] if closed.startswith(opened) else None
-    if written is None or not _is_complete(written, message):
-        return _compose(renderer, message, is_opened=is_opened)
-    return _without_closing(renderer, written)
-
-
-def _is_complete(written: str, message: Message) -> bool:
-    """Whether nothing of the turn was dropped."""
-    return all(part in written for part in (message.content.strip(), message.reasoning.strip())) and all(
-        call.name in written for call in message.tool_calls
-    )
-
-
-def _without_closing(renderer: ChatRenderer, written: str) -> str:
     end = renderer.turn_end_text
     if not end:
         return written
-    head, marker, behind = written.rpartition(end)
-    if marker and not renderer.template.markers.sub("", behind).strip():
+    head, marker, after = written.rpartition(end)
+    if marker and not renderer.template.markers.sub("", after).strip():
         return head
     markers = list(renderer.template.markers.finditer(written))
     return written[: markers[-1].start()] if markers else written
 
 
 def _compose(renderer: ChatRenderer, message: Message, *, is_opened: bool) -> str:
-    call_format: CallFormat = renderer.call_format or CALL_FORMATS["hermes"]
+    call_format = renderer.call_format or CALL_FORMATS["hermes"]
     thinking = f"{message.reasoning}\n</think>\n\n" if message.reasoning or is_opened else ""
-    begun = renderer.lead if not is_opened else ""
-    begun += "<think>\n" if thinking and not is_opened else ""
+    start = renderer.lead if not is_opened else ""
+    start += "<think>\n" if thinking and not is_opened else ""
     calls = call_format.write(message.tool_calls) if message.tool_calls else ""
-    return begun + thinking + "\n".join(part for part in (message.content, calls) if part)
+    return start + thinking + "\n".join(part for part in (message.content, calls) if part)

@@ -1,31 +1,35 @@
-"""What the policy wrote in one turn, parsed: thinking, words for the reader, and tool calls."""
+"""Turns of the policy: thinking, text and tool calls; schemas of tools; the contract of call formats.
+
+Parsing never raises, whatever a policy wrote and whatever JSON is used as a schema. The policy reads the
+``problems`` and the descriptions of :class:`Accepted`.
+"""
 
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote
 
 from outrider.types import ToolCall, ToolSchema
 
 _OPEN: Final = "<think>"
 THINKING_END: Final = "</think>"
+UNCLOSED: Final = f"The thinking was not closed with {THINKING_END}."
 _PYTHON_TAG: Final = "<|python_tag|>"
 _CALL: Final = re.compile(rf"<tool_call>|<function=|<\|tool_call_start\|>|{re.escape(_PYTHON_TAG)}")
 _CALL_END: Final = re.compile(r"</tool_call>|</function>|<\|tool_call_end\|>")
+# Calls without tags, which only formats that know Llama's tag have.
 _BARE_CALL: Final = re.compile(
     r"\A\s*(?:\[\s*)?\{\s*\"name\"|\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(?:parameters|arguments)\""
     r"|\A\s*\[\s*[A-Za-z_][\w.]*\s*\("
 )
-"""Of the forms that need no tag, which are those that know Llama's."""
-UNCLOSED: Final = f"The thinking was not closed with {THINKING_END}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
-    """One turn. ``problems`` say what was wrong with a call that could not be read; nobody raises for it."""
+    """One turn of the policy. ``problems`` describe the calls that cannot be executed, one message each."""
 
     content: str
     reasoning: str = ""
@@ -34,41 +38,39 @@ class ParsedTurn:
 
 
 def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, str, tuple[str, ...]]:
-    """Thinking, the rest, and problems. A block that the template opened may lack its first tag; one that is
-    not closed takes the whole text. Text without thinking is as it was written.
+    """Split a turn into thinking, the rest, and problems.
 
-    Behind the beginning of a call, in a form that is built in or in ``form``, the tags are part of its
-    arguments.
+    The opening tag may be missing, because a template may have written it. An unclosed block takes the whole
+    text. Text without thinking is returned unchanged. After the start of a call, in a built-in format or in
+    ``form``, thinking tags are part of the call's arguments.
     """
-    before, closed, behind = text.partition(THINKING_END)
+    before, closed, after = text.partition(THINKING_END)
     if closed and not _is_in_call(before.partition(_OPEN)[0], form):
-        return before.replace(_OPEN, "", 1).strip(), behind.lstrip("\n"), ()
+        return before.replace(_OPEN, "", 1).strip(), after.lstrip("\n"), ()
     head, opened, thinking = text.partition(_OPEN)
     if opened and not head.strip():
         return thinking.strip(), "", (UNCLOSED,)
     return "", text, ()
 
 
-def _is_in_call(words: str, form: "CallFormat | None") -> bool:
-    """Whether a call has begun in these words and is still open at their end: thinking may rehearse one."""
-    ends = [match.end() for match in _CALL_END.finditer(words)]
-    words = words[ends[-1] :] if ends else words
-    if _CALL.search(words) or form is None:
-        return _CALL.search(words) is not None
-    own = [marker for marker in form.markers if not _CALL_END.fullmatch(marker)]
-    is_bare = _PYTHON_TAG in form.markers and _BARE_CALL.search(words) is not None
-    return is_bare or any(marker in words for marker in own)
+def _is_in_call(text: str, form: "CallFormat | None") -> bool:
+    """Whether a call is open at the end of the text. A call that is closed may be an example in a thought."""
+    ends = [match.end() for match in _CALL_END.finditer(text)]
+    text = text[ends[-1] :] if ends else text
+    if _CALL.search(text) or form is None:
+        return _CALL.search(text) is not None
+    own_markers = [marker for marker in form.markers if not _CALL_END.fullmatch(marker)]
+    is_bare = _PYTHON_TAG in form.markers and _BARE_CALL.search(text) is not None
+    return is_bare or any(marker in text for marker in own_markers)
 
 
 def opened_thinking(text: str) -> str:
-    """The block of thinking that ``text`` (what a template writes before a turn) opens and leaves open."""
+    """Return the opening of thinking at the end of ``text``, which a template writes before a turn, or ""."""
     match = re.search(rf"{_OPEN}\s*\Z", text)
     return match[0] if match else ""
 
 
-# What a tool's JSON schema says of its arguments. Whatever JSON stands where a schema should be, nothing
-# raises: what cannot be understood decides nothing.
-
+# --- JSON schemas of tools ---
 
 TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "string": (str,),
@@ -79,28 +81,27 @@ TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "object": (dict,),
     "null": (type(None),),
 }
-"""Of JSON schemas, and what has them in Python."""
+"""Types of JSON schemas and their Python types."""
+_MAX_NESTED: Final = 16
+_MAX_SCHEMAS: Final = 512  # definitions may double at every level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The values that an argument takes, as far as their top level says: those of some types, and some that
-    are named.
-    """
+    """The values that an argument accepts according to the top level of its schema."""
 
     types: tuple[str, ...] = ()
     choices: tuple[Any, ...] = ()
 
     def fits(self, value: Any) -> bool:
-        """Whether the value is one of them."""
-        # a bool is an int to Python, and none to JSON
-        is_bool = isinstance(value, bool)
+        """Whether the value is accepted."""
+        is_bool = isinstance(value, bool)  # a bool is an int in Python, but no number in JSON
         return any(
             isinstance(value, TYPES[name]) and (name == "boolean" or not is_bool) for name in self.types
         ) or any(value == choice and is_bool == isinstance(choice, bool) for choice in self.choices)
 
     def describe(self) -> str:
-        """In words, behind "must be"."""
+        """Describe the values; the text continues a sentence after "must be"."""
         names = ", ".join(
             choice if isinstance(choice, str) else json.dumps(choice) for choice in self.choices
         )
@@ -108,142 +109,119 @@ class Accepted:
         return " or ".join([*parts, *([f"of type {' or '.join(self.types)}"] if self.types else [])])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Arguments:
-    """The arguments of a tool, wherever its schema declares them: in ``properties``, or behind ``$ref``,
-    ``allOf``, ``anyOf``, ``oneOf``, ``if``/``then``/``else`` and ``dependentSchemas``.
+    """The arguments of a tool, in ``properties`` or in ``$ref``, ``allOf``, ``anyOf``, ``oneOf``,
+    ``if``/``then``/``else`` and ``dependentSchemas``. The tool itself checks which combinations are valid.
 
-    ``is_closed``: it takes no others. ``alternatives`` are the arguments that the branches of ``anyOf`` or
-    ``oneOf`` need, one tuple per branch; empty if there are no branches that differ in them. Which
-    combinations a schema allows is left to the tool itself.
+    Attributes:
+        properties: name -> schema, which may be any JSON
+        required: names in the order of the schema
+        is_open: other arguments are accepted
+        alternatives: the required arguments of each branch of ``anyOf`` or ``oneOf`` if they differ
+        root: the whole schema, which has the definitions
     """
 
-    properties: Mapping[str, Any]
-    required: tuple[str, ...]
-    is_closed: bool
     root: Mapping[str, Any]
-    alternatives: tuple[tuple[str, ...], ...] = ()
-
-    @classmethod
-    def from_schema(cls, tool: ToolSchema) -> Self:
-        """Those of a tool's schema."""
-        parameters = tool.get("parameters")
-        root: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
-        whole = _collect(root, root, _Budget(), frozenset(), depth=0)
-        return cls(
-            properties=whole.properties,
-            required=tuple(whole.required),
-            is_closed=whole.is_declared and not whole.is_open,
-            root=root,
-            alternatives=whole.alternatives,
-        )
-
-    def accepted(self, name: str) -> Accepted | None:
-        """What the argument takes; None where the schema does not say."""
-        return accepted_values(self.schema(name), self.root)
-
-    def schema(self, name: str) -> Any:
-        """That of one argument, which may be any JSON."""
-        return self.properties.get(name, self.root.get("additionalProperties"))
-
-    def accepts_any(self, name: str) -> bool:
-        """Whether the schema says of an argument that any JSON is taken."""
-        if name in self.properties:
-            return self.accepted(name) is None
-        has_rest = "additionalProperties" in self.root
-        return self.root["additionalProperties"] == {} if has_rest else not self.is_closed
-
-
-_MAX_NESTED: Final = 16
-_MAX_SCHEMAS: Final = 512
-
-
-@dataclass(slots=True)
-class _Budget:
-    """The number of schemas that are still read: definitions may double at every level."""
-
-    left: int = _MAX_SCHEMAS
-
-
-@dataclass(slots=True, kw_only=True)
-class _Collected:
-    """The arguments that a part of a schema declares."""
-
     properties: dict[str, Any] = field(default_factory=dict)
     required: dict[str, None] = field(default_factory=dict)
     is_declared: bool = False
     is_open: bool = False
     alternatives: tuple[tuple[str, ...], ...] = ()
 
-    def add(self, other: "_Collected", *, needs: bool) -> None:
-        """Join a part that applies too; ``needs``: its required arguments are required."""
+    @classmethod
+    def from_schema(cls, tool: ToolSchema) -> "Arguments":
+        """Collect the arguments of a tool."""
+        parameters = tool.get("parameters")
+        root: Mapping[str, Any] = parameters if isinstance(parameters, Mapping) else {}
+        num_left = _MAX_SCHEMAS
+
+        def collect(schema: Any, seen: frozenset[str], depth: int) -> Arguments:
+            nonlocal num_left
+            collected = cls(root=root)
+            if not isinstance(schema, Mapping):
+                return collected
+            num_left -= 1
+            if depth > _MAX_NESTED or num_left < 0:
+                collected.is_open = True
+                return collected
+            properties, required = schema.get("properties"), schema.get("required")
+            if isinstance(properties, Mapping):
+                collected.properties |= properties
+                collected.is_declared = True
+            if isinstance(required, list | tuple):
+                collected.required |= dict.fromkeys(item for item in required if isinstance(item, str))
+            has_rest = schema.get("additionalProperties") not in (None, False)
+            collected.is_open = has_rest or bool(schema.get("patternProperties"))
+            if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
+                target = _resolve_ref(ref, root)
+                collected.is_open |= not isinstance(target, Mapping)
+                collected._add(collect(target, seen | {ref}, depth + 1))
+            for part in _get_list(schema, "allOf"):
+                collected._add(collect(part, seen, depth + 1))
+            for key in ("anyOf", "oneOf"):
+                branches = [
+                    collect(item, seen, depth + 1) for item in _get_list(schema, key) if item is not False
+                ]
+                if branches:
+                    collected._add(cls._union(root, branches))
+            dependent = schema.get("dependentSchemas")
+            conditional = list(dependent.values()) if isinstance(dependent, Mapping) else []
+            for part in (schema.get("then"), schema.get("else"), *conditional):
+                collected._add(collect(part, seen, depth + 1), is_conditional=True)
+            return collected
+
+        return collect(root, frozenset(), 0)
+
+    def _add(self, other: "Arguments", *, is_conditional: bool = False) -> None:
         for name, schema in other.properties.items():
             self.properties.setdefault(name, schema)
-        if needs:
+        if not is_conditional:
             self.required |= other.required
         self.is_declared |= other.is_declared
         self.is_open |= other.is_open
         self.alternatives = self.alternatives or other.alternatives
 
+    @classmethod
+    def _union(cls, root: Mapping[str, Any], branches: "Sequence[Arguments]") -> "Arguments":
+        """Join branches of which one applies: an argument is required if all branches require it."""
+        schemas: dict[str, list[Any]] = {}
+        for branch in branches:
+            for name, schema in branch.properties.items():
+                known = schemas.setdefault(name, [])
+                if schema not in known:
+                    known.append(schema)
+        required = [tuple(branch.required) for branch in branches]
+        return cls(
+            root=root,
+            properties={
+                name: item[0] if len(item) == 1 else {"anyOf": item} for name, item in schemas.items()
+            },
+            required={name: None for name in required[0] if all(name in names for names in required)},
+            is_declared=any(branch.is_declared for branch in branches),
+            is_open=any(branch.is_open for branch in branches),
+            alternatives=tuple(dict.fromkeys(required)) if len(set(required)) > 1 else (),
+        )
 
-def _collect(
-    schema: Any, root: Mapping[str, Any], budget: _Budget, seen: frozenset[str], *, depth: int
-) -> _Collected:
-    collected = _Collected()
-    if not isinstance(schema, Mapping):
-        return collected
-    budget.left -= 1
-    if depth > _MAX_NESTED or budget.left < 0:
-        collected.is_open = True
-        return collected
-    properties, required, rest = (
-        schema.get(key) for key in ("properties", "required", "additionalProperties")
-    )
-    if isinstance(properties, Mapping):
-        collected.properties |= properties
-        collected.is_declared = True
-    if isinstance(required, list | tuple):
-        collected.required |= dict.fromkeys(item for item in required if isinstance(item, str))
-    collected.is_open = rest not in (None, False) or bool(schema.get("patternProperties"))
+    @property
+    def is_closed(self) -> bool:
+        """Whether the tool accepts only the declared arguments."""
+        return self.is_declared and not self.is_open
 
-    def inside(part: Any, *, seen: frozenset[str] = seen) -> _Collected:
-        return _collect(part, root, budget, seen, depth=depth + 1)
+    def schema(self, name: str) -> Any:
+        """The schema of one argument, which may be any JSON."""
+        return self.properties.get(name, self.root.get("additionalProperties"))
 
-    if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
-        target = _resolve_ref(ref, root)
-        collected.is_open |= not isinstance(target, Mapping)
-        collected.add(inside(target, seen=seen | {ref}), needs=True)
-    for part in _get_list(schema, "allOf"):
-        collected.add(inside(part), needs=True)
-    for key in ("anyOf", "oneOf"):
-        if branches := [inside(item) for item in _get_list(schema, key) if item is not False]:
-            collected.add(_union(branches), needs=True)
-    for key in ("then", "else"):
-        collected.add(inside(schema.get(key)), needs=False)
-    dependent = schema.get("dependentSchemas")
-    for part in dependent.values() if isinstance(dependent, Mapping) else ():
-        collected.add(inside(part), needs=False)
-    return collected
+    def accepted(self, name: str) -> Accepted | None:
+        """The values that an argument accepts, or None if the schema does not restrict them."""
+        return accepted_values(self.schema(name), self.root)
 
-
-def _union(branches: Sequence[_Collected]) -> _Collected:
-    """One of the branches applies: what all of them need is required."""
-    schemas: dict[str, list[Any]] = {}
-    for branch in branches:
-        for name, schema in branch.properties.items():
-            known = schemas.setdefault(name, [])
-            if schema not in known:
-                known.append(schema)
-    needed = [tuple(branch.required) for branch in branches]
-    return _Collected(
-        properties={
-            name: entry[0] if len(entry) == 1 else {"anyOf": entry} for name, entry in schemas.items()
-        },
-        required={name: None for name in needed[0] if all(name in entry for entry in needed)},
-        is_declared=any(branch.is_declared for branch in branches),
-        is_open=any(branch.is_open for branch in branches),
-        alternatives=tuple(dict.fromkeys(needed)) if len(set(needed)) > 1 else (),
-    )
+    def accepts_any(self, name: str) -> bool:
+        """Whether the schema declares that an argument accepts any JSON."""
+        if name in self.properties:
+            return self.accepted(name) is None
+        has_rest = "additionalProperties" in self.root
+        return self.root["additionalProperties"] == {} if has_rest else not self.is_closed
 
 
 def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
@@ -252,51 +230,56 @@ def _get_list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
-    """What a schema takes; None where it does not say. ``root`` holds the definitions that it refers to.
+    """The values that a schema accepts, or None if it does not restrict them.
 
-    Followed are ``anyOf``, ``oneOf``, an ``allOf`` of one, and references into ``root``; ``nullable`` is
-    OpenAPI's. Beside a type or choices they only say more of the same values.
+    Follows ``anyOf``, ``oneOf``, an ``allOf`` of one, and references into ``root``; ``nullable`` is
+    OpenAPI's. Next to a type or choices these keys only restrict the same values further.
     """
     types: list[str] = []
     choices: list[Any] = []
-    last: list[str] = []
-    queue, seen = deque([schema]), set[str]()  # no recursion: how deep it goes, a stranger decides
+    nullable: list[str] = []
+    queue, seen = deque([schema]), set[str]()  # no recursion: the schema decides how deep it goes
     while queue:
         node = queue.popleft()
         if not isinstance(node, Mapping):
             return None
         if node.get("nullable") is True:
-            last = ["null"]
+            nullable = ["null"]
+        kind = node.get("type")
+        names = [kind] if isinstance(kind, str) else kind
         if isinstance(enum := node.get("enum"), list) and enum:
             choices += enum
         elif "const" in node:
             choices.append(node["const"])
-        elif (names := _types(node.get("type"))) is not None:
+        elif _is_name_list(names) and names and all(name in TYPES for name in names):
             types += names
         elif isinstance(ref := node.get("$ref"), str):
             if ref not in seen:
                 seen.add(ref)
                 queue.append(_resolve_ref(ref, root))
-        elif (inner := _alternatives(node)) is not None:
-            queue += inner
         else:
-            return None
-    if not types and not choices:  # it refers to itself only
+            lists = [(key, _get_list(node, key)) for key in ("anyOf", "oneOf", "allOf")]
+            branches = next(
+                (item for key, item in lists if item and (key != "allOf" or len(item) == 1)), None
+            )
+            if branches is None:
+                return None
+            queue += branches
+    if not types and not choices:  # it refers only to itself
         return None
-    return Accepted(types=tuple(dict.fromkeys(types + last)), choices=tuple(choices))
+    return Accepted(types=tuple(dict.fromkeys(types + nullable)), choices=tuple(choices))
 
 
 def find_schema_flaw(parameters: Any) -> str:
-    """Why a tool's arguments cannot be told to a model, in words; empty where they can.
+    """Why a chat template cannot render a tool's arguments, or "" if it can.
 
-    A template goes through names, and some through types; a schema deeper inside is shown as it is.
+    Templates read names and types of the top level and print deeper schemas unchanged.
     """
     if not isinstance(parameters, Mapping):
         return "it is no object"
     if not isinstance(properties := parameters.get("properties", {}), Mapping):
         return "its properties are no object"
-    required = parameters.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(schema, str) for schema in required):
+    if not _is_name_list(parameters.get("required", [])):
         return "required is no list of names"
     for name, schema in properties.items():
         if not isinstance(schema, Mapping | bool):
@@ -307,48 +290,30 @@ def find_schema_flaw(parameters: Any) -> str:
     return ""
 
 
-def _is_name_list(kind: Any) -> bool:
-    return isinstance(kind, list) and all(isinstance(item, str) for item in kind)
-
-
-def _types(kind: Any) -> list[str] | None:
-    names = [kind] if isinstance(kind, str) else kind
-    is_known = _is_name_list(names) and names and all(name in TYPES for name in names)
-    return list(names) if is_known else None
-
-
-def _alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
-    for key in ("anyOf", "oneOf", "allOf"):
-        branches = schema.get(key)
-        if isinstance(branches, list) and branches and (key != "allOf" or len(branches) == 1):
-            return list(branches)
-    return None
+def _is_name_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _resolve_ref(ref: str, root: Mapping[str, Any]) -> Any:
-    """What a reference such as ``#/$defs/Unit`` stands for; None where there is nothing."""
+    """Return the target of a reference such as ``#/$defs/Unit``, or None."""
     if not ref.startswith("#"):
         return None
     node: Any = root
-    for part in _parts(ref):
-        if isinstance(node, list) and part.isdecimal() and int(part[:9]) < len(node):
-            node = node[int(part[:9])]
+    for part in ref.removeprefix("#").split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and name.isdecimal() and int(name[:9]) < len(node):
+            node = node[int(name[:9])]
         else:
-            node = node.get(part) if isinstance(node, Mapping) else None
+            node = node.get(name) if isinstance(node, Mapping) else None
     return node
 
 
-def _parts(ref: str) -> Iterator[str]:
-    for part in ref.removeprefix("#").split("/")[1:]:
-        yield unquote(part).replace("~1", "/").replace("~0", "~")
-
-
-# The contract of one written form of tool calls, and what its readers share.
+# --- Call formats ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCalls:
-    """Calls of a turn in the order written, the words beside them, and what was wrong with the others."""
+    """Calls of a turn in the order written, the text around them, and a message for each invalid call."""
 
     content: str
     calls: tuple[ToolCall, ...] = ()
@@ -357,49 +322,48 @@ class ParsedCalls:
 
 @runtime_checkable
 class CallFormat(Protocol):
-    """One form of calls, made without arguments. Holds nothing: it may be asked from several threads."""
+    """A notation of native tool calls. The class is created without arguments and used from several threads.
+
+    A format that cannot write some names also has a method ``unwritable(tool) -> str``, which describes the
+    first name of the tool or of an argument that it cannot write, or returns "". Such tools are refused at
+    load.
+    """
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that a tokenizer may have as special tokens, and that reading needs."""
+        """Texts that may be special tokens of a tokenizer and that :meth:`read` needs."""
         ...
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-        """The calls in a turn's words. Never raises for what was written."""
+        """Parse the calls in the text of a turn. Never raises for anything that was written."""
         ...
 
     def write(self, calls: Sequence[ToolCall]) -> str:
-        """The calls as a model of the family writes them."""
+        """Write calls as a model of the family writes them."""
         ...
 
     def describe(self, tools: Sequence[ToolSchema]) -> str:
-        """What a system prompt says of the tools where the chat template does not."""
+        """Describe the tools for the system prompt, for chat templates that do not render tools."""
         ...
 
 
-@runtime_checkable
-class LimitedForm(CallFormat, Protocol):
-    """A form that has no way to write some names. Tools that have one are refused at load."""
-
-    def unwritable(self, tool: ToolSchema) -> str:
-        """Which name, of the tool or of an argument, in words; empty where all can be written."""
-        ...
-
-
-def read_between_words(
+def read_tagged_calls(
     text: str, opening: re.Pattern[str], read_call: Callable[[re.Match[str], int], tuple[ToolCall | str, int]]
 ) -> ParsedCalls:
-    """Calls among words, for the forms whose calls have tags of their own.
+    """Read calls with tags of their own from a text.
 
-    ``read_call`` is given where one opens and how many calls are in front of it. It says which call that is,
-    or what is wrong with it, and where the reading goes on.
+    Args:
+        text: the text of a turn
+        opening: matches the opening tag of a call
+        read_call: takes the match and the number of earlier calls; returns the call or its problem, and the
+            position where reading continues
     """
-    words: list[str] = []
+    parts: list[str] = []
     calls: list[ToolCall] = []
     problems: list[str] = []
     position = 0
     while (start := opening.search(text, position)) is not None:
-        words.append(text[position : start.start()])
+        parts.append(text[position : start.start()])
         call, position = read_call(start, len(calls))
         if isinstance(call, str):
             problems.append(call)
@@ -407,31 +371,28 @@ def read_between_words(
             calls.append(call)
     if not position:
         return ParsedCalls(content=text)
-    words.append(text[position:])
-    return ParsedCalls(content="".join(words).strip(), calls=tuple(calls), problems=tuple(problems))
+    parts.append(text[position:])
+    return ParsedCalls(content="".join(parts).strip(), calls=tuple(calls), problems=tuple(problems))
 
 
 def call_id(number: int) -> str:
-    """The id of a turn's call: nine letters and digits, which every template takes."""
+    """The id of a turn's call: nine letters and digits, which every chat template accepts."""
     return f"call{number:05d}"
 
 
 def decode_json(text: str, start: int) -> tuple[Any, int] | str:
-    """The JSON value at ``start`` (blanks may be in front) and where it ends, or what is wrong with it."""
+    """Decode the JSON value at ``start`` or after blanks; return it and its end, or what is wrong with it."""
     begin = start + len(text[start:]) - len(text[start:].lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, begin)
     except json.JSONDecodeError as error:
         return f"{error.msg} at character {error.pos - begin + 1}"
-    except (ValueError, RecursionError):  # an endless number, or nested without end
+    except (ValueError, RecursionError):  # a number of thousands of digits, or too many nested brackets
         return "it is too large"
 
 
 def parse_call(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | str:
-    """A call of an object with ``name`` and its arguments under one of ``keys``, or what is wrong with it.
-
-    Of the arguments, see :func:`call_from_arguments`.
-    """
+    """Parse an object with ``name`` and arguments under one of ``keys``; return the call or its problem."""
     if not isinstance(value, Mapping):
         return "a call must be a JSON object"
     name = value.get("name")
@@ -444,8 +405,9 @@ def parse_call(value: Any, number: int, *, keys: Sequence[str]) -> ToolCall | st
 
 
 def call_from_arguments(name: str, arguments: Any, number: str, *, key: str = "arguments") -> ToolCall:
-    """A call with these arguments: an object, text that holds one, or null for none. What is neither is kept
-    as text (``ToolCall.raw``), as chat servers pass it on; no tool takes it.
+    """Build a call from an object, from text that contains one, or from None for no arguments.
+
+    Other values are stored as text (``ToolCall.raw``), as chat servers pass them on; no tool accepts them.
     """
     value, problem = arguments, ""
     if isinstance(value, str):
@@ -466,26 +428,24 @@ def call_from_arguments(name: str, arguments: Any, number: str, *, key: str = "a
 def find_invalid_name(
     tool: ToolSchema, *, tools: Callable[[str], object], arguments: Callable[[str], object]
 ) -> str:
-    """In words, the first name of a tool or of its arguments that is none to a form; empty where all are."""
+    """Describe the first name of a tool or of its arguments that a format cannot write, or return ""."""
     if not tools(name := str(tool.get("name"))):
         return f"a tool named {name!r}"
-    wrong = next(
-        (argument for argument in Arguments.from_schema(tool).properties if not arguments(argument)), None
-    )
+    names = Arguments.from_schema(tool).properties
+    wrong = next((argument for argument in names if not arguments(argument)), None)
     return "" if wrong is None else f"the argument {wrong!r} of {name}"
 
 
 def list_schemas(tools: Sequence[ToolSchema]) -> str:
-    """The schemas, one a line."""
+    """Write the schemas as JSON, one per line."""
     return "\n".join(
         json.dumps({"type": "function", "function": dict(tool)}, ensure_ascii=False) for tool in tools
     )
 
 
-# Removing a model's thoughts from its text, whatever markers its family writes around them. Servers with a
-# reasoning parser send thoughts in a field of their own; otherwise they are part of the text. Graders, judges
-# and readers must see only the text that is left.
-
+# --- Removing a model's thoughts from its text, for the markers of all families. Servers with a reasoning
+# parser send thoughts in a field of their own; otherwise they are part of the text. Graders, judges and
+# readers must see only the text that is left. ---
 
 _NAMES: Final = (
     "think", "thinking", "thought", "thoughts", "thought_process", "chain_of_thought", "cot", "reason",
@@ -528,9 +488,9 @@ _HEADINGS: Final = re.compile(
 def without_thoughts(text: str) -> str:
     """The part of a model's text that it addresses to its reader.
 
-    A block that is never closed takes the rest of the text. A closing marker without an opening one ends a
-    block that the chat template had opened: all text before it is thought. Blocks may be nested. Text without
-    markers is returned unchanged. The time is proportional to the length.
+    An unclosed block takes the rest of the text. A closing marker without an opening one ends a block that
+    the chat template had opened: all text before it is thought. Blocks may be nested. Text without markers
+    is returned unchanged. The time is proportional to the length.
     """
     text = _without_channels(text)
     parts: list[str] = []

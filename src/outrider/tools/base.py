@@ -303,7 +303,7 @@ class CallAbandoned(Exception):
 class CallClock:
     """The time limit of one call that runs in its own thread. Thread-safe.
 
-    The clock is paused while the call waits behind calls of other episodes, and during work with its own
+    The clock is paused while the call waits for calls of other episodes, and during work with its own
     limit (grading, code in the sandbox). Otherwise a slow call of one rollout would cause a fault in another.
     """
 

@@ -1,9 +1,9 @@
-"""Signatures of functions as JSON schemas: type hints give the types, docstrings the descriptions.
+"""Python functions as tools. Type hints give the types of the JSON schema, docstrings the descriptions.
 
-Docstrings in the styles of Google, NumPy, reST and Epydoc are read, with or without types. Hints that are
-JSON already (text, numbers, lists, dictionaries, ``Literal``) become the schema that chat templates know from
-transformers; all others (an ``Enum``, a dataclass, a pydantic model, a date) become pydantic's schema, and
-pydantic converts their arguments.
+Docstrings in the styles of Google, NumPy, reST and Epydoc are supported, with or without types. JSON types
+(text, numbers, lists, dictionaries, ``Literal``) become the schema that chat templates know from
+transformers. Other types (an ``Enum``, a dataclass, a pydantic model, a date) become pydantic's schema, and
+pydantic converts the arguments.
 """
 
 import asyncio
@@ -39,15 +39,15 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Undescribed(Exception):
-    """Why hints and docstring of a function do not describe its arguments."""
+    """Hints and docstring of a function do not describe its arguments."""
 
 
 def describe_function(
     function: Callable[..., Any], name: str
 ) -> tuple[ToolSchema, Mapping[str, TypeAdapter[Any]]]:
-    """The schema of a function, and converters for the arguments whose hints are more than JSON.
+    """Return the schema of a function, and converters for arguments of other types than JSON.
 
-    Raises Undescribed, naming the argument, when hints or docstring lack something.
+    Raises Undescribed, with the name of the argument, if hints or docstring are incomplete.
     """
     parameters = inspect.signature(function).parameters
     hints = _hints(function, parameters)
@@ -74,7 +74,7 @@ def describe_function(
 
 
 def error_line(error: ValidationError) -> str:
-    """What is wrong with an argument, in one line for the policy."""
+    """Describe an invalid argument for the policy, in one line."""
     messages = []
     for detail in error.errors(include_url=False, include_input=False)[:3]:
         location = ".".join(str(part) for part in detail["loc"])
@@ -89,14 +89,12 @@ def _hints(function: Callable[..., Any], parameters: Mapping[str, inspect.Parame
         if parameter.annotation is inspect.Parameter.empty:
             raise Undescribed(f"the argument {name!r} has no type hint; {_NEEDS}")
     scope = getattr(inspect.unwrap(getattr(function, "__func__", function)), "__globals__", {})
-    for (
-        name,
-        parameter,
-    ) in parameters.items():  # one by one: what it returns may be a name that exists nowhere
+    # One by one, because the type of the return value may be an undefined name.
+    for name, parameter in parameters.items():
         holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
         try:
             hints[name] = typing.get_type_hints(holder, globalns=scope, include_extras=True)[name]
-        except Exception as error:  # whatever an annotation in quotes raises
+        except Exception as error:  # an annotation in quotes may raise anything
             raise Undescribed(
                 f"the type hint {parameter.annotation!r} of {name!r} cannot be resolved: {_line(error)}"
             ) from error
@@ -104,13 +102,12 @@ def _hints(function: Callable[..., Any], parameters: Mapping[str, inspect.Parame
 
 
 def _try_transformers_schema(function: Callable[..., Any], name: str) -> ToolSchema | None:
-    """The schema where transformers' own reading of Google's style is enough; else None."""
-    # needs no model
+    """Return the schema of transformers, which supports Google's style only, or None."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema = get_json_schema(function)["function"]
-    except Exception:  # its own exceptions and whatever odd hints raise: the other reading gives the reason
+    except Exception:  # unusual hints raise arbitrary exceptions; the other parser reports the reason
         return None
     parameters: dict[str, Any] = dict(schema.get("parameters") or {})
     parameters.setdefault("properties", {})
@@ -118,7 +115,7 @@ def _try_transformers_schema(function: Callable[..., Any], name: str) -> ToolSch
 
 
 def _transformers_hint_schema(hint: Any) -> dict[str, Any] | None:
-    """A hint alone, as transformers has it; None for the few that it refuses."""
+    """Return the schema of one hint by transformers, or None if it refuses the hint."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     def probe() -> None: ...
@@ -136,7 +133,7 @@ def _transformers_hint_schema(hint: Any) -> dict[str, Any] | None:
 
 
 def _is_json(hint: Any) -> bool:
-    """Whether an argument is JSON that a function takes as it is."""
+    """Whether an argument is JSON and needs no conversion."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return all(type(item) in _SCALARS for item in inner)
@@ -148,7 +145,7 @@ def _is_json(hint: Any) -> bool:
 
 
 def _is_known_to_transformers(hint: Any) -> bool:
-    """Whether its schema is transformers': JSON, and members of an Enum and tuples beside it."""
+    """Whether transformers provides its schema: JSON types, Enum and tuples."""
     if _is_json(hint) or hint is tuple or (isinstance(hint, type) and issubclass(hint, Enum)):
         return True
     origin, inner = get_origin(hint), get_args(hint)
@@ -160,7 +157,7 @@ def _is_known_to_transformers(hint: Any) -> bool:
 
 
 def _docstring(function: Callable[..., Any], hints: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-    """What the function does, and what its arguments are."""
+    """Return the descriptions of the function and of its arguments."""
     text = inspect.getdoc(function) or ""
     if not text.strip():
         raise Undescribed(f"it has no docstring; {_NEEDS}")
@@ -197,38 +194,36 @@ def _annotation_text(hint: Any) -> str:
 
 
 def _adapt(key: str, hint: Any, definitions: dict[str, Any]) -> tuple[TypeAdapter[Any], dict[str, Any]]:
-    """The converter of an argument and its schema; definitions that refer to themselves join the others."""
+    """Return the converter and schema of an argument; recursive definitions are added to ``definitions``."""
     if odd := next((item for item in _literals(hint) if not isinstance(item, _SCALARS)), None):
         raise Undescribed(f"Literal[{odd!s}], which {key!r} takes, is no text or number: write the values")
     for item in _enums(hint):
-        if wrong := [member.name for member in item if not _is_scalar(member)]:
+        # JSON can contain the value of a member or, for StrEnum and IntEnum, the member itself.
+        if wrong := [
+            member.name
+            for member in item
+            if type(member.value) not in _SCALARS and not isinstance(member, str | int | float)
+        ]:
             raise Undescribed(
-                f"the value of {item.__name__}.{wrong[0]}, which {key!r} takes, is no text or "
-                "number: a model "
-                ""
-                "has to write it"
+                f"the value of {item.__name__}.{wrong[0]}, which {key!r} takes, is no text or number: a "
+                "model has to write it"
             )
         if not len(item):
             raise Undescribed(f"the Enum {item.__name__}, which {key!r} takes, has no members")
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(hint)
         schema = adapter.json_schema()
-    except Exception as error:  # its own exceptions, and those of a class that brings its own schema
+    except Exception as error:  # a class with its own schema may raise anything
+        type_name = hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint)
         raise Undescribed(
-            f"the type hint {_type_name(hint)} of {key!r} cannot be made from JSON ({_line(error)}): use "
-            "text, "
-            "numbers, lists, an Enum, Literal, a dataclass or a pydantic model"
+            f"the type hint {type_name} of {key!r} cannot be made from JSON ({_line(error)}): use "
+            "text, numbers, lists, an Enum, Literal, a dataclass or a pydantic model"
         ) from error
     own = schema.pop("$defs", {})
     inlined = _inline(schema, own, ())
     names = _referenced_names(inlined, own)
     definitions |= {name: _inline(own[name], own, (name,)) for name in names}
     return adapter, inlined
-
-
-def _is_scalar(member: Enum) -> bool:
-    """Whether JSON can have the value of a member, or the member itself, as of StrEnum and IntEnum."""
-    return type(member.value) in _SCALARS or isinstance(member, str | int | float)
 
 
 def _literals(hint: Any) -> Sequence[Any]:
@@ -244,8 +239,8 @@ def _enums(hint: Any) -> Sequence[type[Enum]]:
 
 
 def _inline(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]) -> Any:
-    """References replaced by what they stand for, except where a definition is inside itself. Titles, which
-    repeat names, are left out.
+    """Replace references by their definitions unless a definition is recursive, and remove titles, which
+    repeat names.
     """
     if isinstance(schema, list):
         return [_inline(child, definitions, inside) for child in schema]
@@ -270,7 +265,7 @@ def _inline(schema: Any, definitions: Mapping[str, Any], inside: tuple[str, ...]
 
 
 def _referenced_names(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
-    """Names of the definitions that a schema still refers to, and those that these refer to."""
+    """Names of the definitions that a schema refers to, directly or through others."""
     names: set[str] = set()
     queue = [schema]
     while queue:
@@ -286,32 +281,23 @@ def _referenced_names(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def _type_name(hint: Any) -> str:
-    return hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint)
-
-
 def _line(error: Exception) -> str:
-    return (
-        " ".join(str(error).split())
-        .partition(" Set `arbitrary_types_allowed")[0]
-        .partition(" For further")[0]
-    )
+    line = " ".join(str(error).split())
+    return line.partition(" Set `arbitrary_types_allowed")[0].partition(" For further")[0]
 
 
-# Python functions as tools: type hints and docstring become the JSON schema.
-#
-# In a recipe ``tools = ["my_tools:add"]`` names a function ``add`` of the module ``my_tools``.
+# --- Tools ---
 
 
 class CalledByText(ABC):
-    """A tool with a schema, which a call by tag reaches too."""
+    """A tool with a schema that calls by tag can use, too."""
 
     name: str
     usage: str
     schema: ToolSchema
 
     def run_text(self, text: str) -> ToolOutput:
-        """A call by tag: the one text argument, or a JSON object of arguments."""
+        """Execute a call by tag: the text is the only text argument, or a JSON object of arguments."""
         if (only := text_argument(self.schema)) is not None:
             return self.run_call({only: text})
         try:
@@ -323,23 +309,21 @@ class CalledByText(ABC):
         return self.run_call(arguments)
 
     def run_call(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """One call with named arguments; those that the schema does not take are told. Raises ToolFault."""
+        """Execute a call with named arguments; invalid arguments are reported. Raises ToolFault."""
         if problem := find_call_error(ToolCall(name=self.name, arguments=arguments), [self.schema]):
             return ToolOutput(text=problem, failed=True)
         return self._run(arguments)
 
     @abstractmethod
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        """The call with arguments that the schema takes. Raises ToolFault."""
+        """Execute a call whose arguments match the schema. Raises ToolFault."""
 
 
 class FunctionTool(CalledByText):
-    """A tool around a function, called in this process and from several threads at once. A coroutine runs in
-    an event loop of that call.
+    """A tool around a function, which is called in this process and from several threads.
 
-    Arguments whose hints are more than JSON (an Enum, a dataclass, a date) are converted to what the hints
-    say. What the function returns is shown (text as it is, all else as JSON); what it raises is told to the
-    policy in one line, except ToolFault, which is nobody's turn.
+    A coroutine runs in an event loop of the call. Arguments are converted to the types of the hints. The
+    result is the returned text, other values as JSON, or one line about an exception; ToolFault is raised.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -363,19 +347,17 @@ class FunctionTool(CalledByText):
             )
         except ToolFault:
             raise
-        except (Exception, SystemExit) as error:  # wrong values, nothing found, a result that JSON lacks
+        except (Exception, SystemExit) as error:
             reason = " ".join(str(error).split())
             return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
         return ToolOutput(text=text)
 
     def close(self) -> None:
-        """A function holds nothing."""
+        """Nothing to release."""
 
 
 def _as_json(value: Any) -> Any:
-    """What JSON lacks: models and dataclasses with their fields, members of an Enum as their values, all
-    else as text.
-    """
+    """Convert a value for ``json.dumps``: an Enum member, a model or dataclass with its fields, else text."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -384,10 +366,10 @@ def _as_json(value: Any) -> Any:
 
 
 def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
-    """The plug-in's class of a function, or of what wraps one.
+    """Return the tool class of a function or of a wrapper of one.
 
-    Raises ConfigError where no call by arguments' names can reach it, and where type hints or docstring do
-    not say what its arguments are.
+    Raises ConfigError if the function cannot be called with named arguments, or if type hints or docstring do
+    not describe its arguments.
     """
     name = str(getattr(function, _TOOL_NAME, getattr(function, "__name__", "")))
     label = f"{function.__module__}:{function.__qualname__}" if name else f"a {type(function).__qualname__}"
@@ -442,7 +424,7 @@ def tool(function: Any = None, *, name: str | None = None) -> Any:
 
 
 def _refusal(function: Callable[..., Any], name: str) -> str:
-    """Why a call by arguments' names cannot reach it, with what to do; empty where one can."""
+    """Describe why the function cannot be called with named arguments and what to do, or return ""."""
     if not name:
         return "it has no name: write a function (def) that calls it"
     wrapped = inspect.unwrap(function)
@@ -465,7 +447,7 @@ def _refusal(function: Callable[..., Any], name: str) -> str:
 
 
 def _await_result(result: Any) -> Any:
-    """What a function returned, at its end where it is a coroutine."""
+    """Wait for the result if it is a coroutine."""
     if not inspect.isawaitable(result):
         return result
 
@@ -476,5 +458,7 @@ def _await_result(result: Any) -> Any:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(wait())
-    with ThreadPoolExecutor(1) as pool:  # the caller's own loop, a notebook's say, waits for this call
+    with ThreadPoolExecutor(
+        1
+    ) as pool:  # the running loop of the caller, for example of a notebook, is blocked
         return pool.submit(asyncio.run, wait()).result()

@@ -1,4 +1,4 @@
-"""Texts of unknown origin in a form that can be normalised in time proportional to their length."""
+"""The plug-in ``search``: BM25 search over a local corpus; deterministic, offline, thread-safe."""
 
 import hashlib
 import json
@@ -29,10 +29,10 @@ _MOST_MARKS: Final = 30  # in a row, of one letter: the limit of the Stream-Safe
 
 
 def stream_safe(text: str) -> str:
-    """The text without the marks beyond the 30th of a letter, which no language writes.
+    """Remove all marks after the 30th of a letter, which no language writes.
 
-    Normalisation sorts the marks of each letter in quadratic time, so that a text of many marks would hold
-    the interpreter's lock for minutes.
+    Unicode normalization sorts the marks of a letter in quadratic time and would hold the interpreter's lock
+    for minutes for a text of many marks.
     """
     if len(text) <= 10 * _MOST_MARKS or text.isascii():
         return text
@@ -45,13 +45,10 @@ def stream_safe(text: str) -> str:
     return "".join(characters) if len(characters) < len(text) else text
 
 
-# BM25 search over a local corpus: deterministic, offline, one thread, safe to call from several threads.
-
-
 EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."
 _CUT_MARK = "..."
-# Part of the cache key: raise it whenever terms() or the BM25 parameters change.
+# Part of the cache key: increase it if terms() or the BM25 parameters change.
 _INDEX_FORMAT = 2
 # Thai, Lao, Tibetan, Burmese, Hangul, Khmer, Tai scripts, Balinese, Japanese, Chinese, Yi, Javanese.
 _BLOCKS = (
@@ -64,9 +61,7 @@ _UNSPACED = re.compile(f"[{_BLOCKS}][{_BLOCKS}\u200b-\u200d\u2060\ufeff\u00ad]*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """One searchable text. ``passage_id`` is unique within a corpus; the title is indexed and shown with the
-    text.
-    """
+    """One searchable text. ``passage_id`` is unique within a corpus; its title is indexed, too."""
 
     passage_id: str
     title: str
@@ -75,9 +70,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """Hits of one query, best first, and their rendering. ``num_cut`` counts passages shortened to
-    ``max_chars``.
-    """
+    """Hits of one query, best first, and their text. ``num_cut`` is the number of truncated passages."""
 
     passages: tuple[Passage, ...]
     scores: tuple[float, ...]
@@ -86,26 +79,24 @@ class SearchResult:
 
 
 class SearchConfig(Settings):
-    """How many passages a query returns and how long each may be."""
+    """Number and length of the passages that a query returns."""
 
     top_k: int = Field(default=5, ge=1, le=100)
-    """Passages a query returns at most."""
+    """Maximum number of passages per query."""
     max_chars: int = Field(default=1000, ge=20)
-    """Characters that one rendered passage (title and text) may have; longer ones are cut at a word."""
+    """Maximum characters of a passage (title and text); longer ones are truncated at a word."""
     title_weight: int = Field(default=2, ge=1, le=5)
-    """How often a title's words count in the index; a title says what a passage is about, so 2 finds it more
-    often.
-    """
+    """How often the words of a title count in the index; more finds passages by their subject more often."""
     show_ids: bool = False
-    """Put a passage's id in brackets before its title: what the tool browser can open beside the title."""
+    """Put the id of a passage in brackets before its title; the tool ``browser`` can open pages by id."""
     cache_dir: Path | None = None
-    """Folder that keeps built indices, one a corpus content hash; None builds in memory each time."""
+    """Folder for built indices, by the hash of the corpus; None to build in memory each time."""
 
 
 class SearchTool:
     """BM25 search of a text collection.
 
-    Hits with equal scores come in corpus order; a passage without any query term is no hit.
+    Hits with equal scores are in corpus order; a passage without any query term is no hit.
     """
 
     name = "search"
@@ -127,7 +118,7 @@ class SearchTool:
 
     @classmethod
     def build(cls, settings: Settings, context: ToolContext) -> "SearchTool":
-        """Over the environment's ``corpus``, by its section ``search``. Raises ToolUnavailable."""
+        """Build over the environment's ``corpus`` with its section ``search``. Raises ToolUnavailable."""
         if context.environment.corpus is None:
             raise ToolUnavailable("search: no corpus is configured")
         try:
@@ -136,11 +127,11 @@ class SearchTool:
             raise ToolUnavailable(f"search: {error}") from error
 
     def run(self, query: str) -> SearchResult:
-        """Search once. An empty query or one without hits returns no passages and a text that says so."""
+        """Search once. For an empty query or a query without hits, the text reports that."""
         words = query_terms(query)
         if not words:
             return SearchResult(passages=(), scores=(), text=EMPTY_QUERY)
-        # Single characters of words that no passage has: better than nothing.
+        # If no passage has the words, search for their single characters.
         ids = self._known(words) or self._known(terms(query))
         if not ids:
             return SearchResult(passages=(), scores=(), text=NO_HITS)
@@ -161,7 +152,7 @@ class SearchTool:
         return sorted(vocabulary[word] for word in words if word in vocabulary)
 
     def run_text(self, text: str) -> ToolOutput:
-        """The tool contract: only the rendering."""
+        """Search and return only the text."""
         return ToolOutput(text=self.run(text).text)
 
     def close(self) -> None:
@@ -169,8 +160,8 @@ class SearchTool:
 
 
 def load_passages(path: Path) -> list[Passage]:
-    """Passages of a JSONL or Parquet file with the columns ``id``, ``text`` and, if there is one, ``title``,
-    which may be null or empty. Raises DataError.
+    """Load a JSONL or Parquet file with the columns ``id``, ``text`` and optionally ``title``, which may be
+    null or empty. Raises DataError.
     """
     passages: dict[str, Passage] = {}
     for row in read_rows(path):
@@ -185,24 +176,24 @@ def load_passages(path: Path) -> list[Passage]:
 
 
 def row_title(value: Json) -> str:
-    """The title in a row; empty for none: null, a blank string, or the missing number of a data frame."""
+    """The title in a row; "" for null, a blank string or NaN, the missing value of a data frame."""
     is_missing = value is None or value != value
     return "" if is_missing or not str(value).strip() else str(value)
 
 
 def terms(text: str) -> list[str]:
-    """Index terms: letter and digit runs without accents, case folded. Stop words stay, their weight is near
-    zero.
+    """Index terms: runs of letters and digits without accents, case folded. Stop words are kept because their
+    weight is near zero.
 
-    Scripts without blanks between words, and Korean, whose words carry their particles, give every character
-    and every pair of neighbours.
+    For scripts without blanks between words, and for Korean, whose words contain particles, the terms are all
+    characters and all pairs of neighbors.
     """
-    return _terms(text, lambda characters: [*characters, *_pairs(characters)])
+    return _terms(text, lambda run: [*run, *(a + b for a, b in pairwise(run))])
 
 
 def query_terms(text: str) -> list[str]:
-    """Terms to look up: as :func:`terms`, but single characters only if they stand alone."""
-    return _terms(text, lambda characters: _pairs(characters) or characters)
+    """Terms of a query: :func:`terms` with single characters only if they have no neighbors."""
+    return _terms(text, lambda run: [a + b for a, b in pairwise(run)] or run)
 
 
 def _terms(text: str, split_run: Callable[[list[str]], list[str]]) -> list[str]:
@@ -224,7 +215,7 @@ def _words(text: str) -> list[str]:
 
 
 def _runs(text: str) -> Iterator[list[str]]:
-    """Letters with the marks that belong to them, up to the next punctuation."""
+    """Split at punctuation into runs of letters with their marks."""
     run: list[str] = []
     for character in text:
         kind = unicodedata.category(character)
@@ -240,10 +231,6 @@ def _runs(text: str) -> Iterator[list[str]]:
         yield run
 
 
-def _pairs(characters: Sequence[str]) -> list[str]:
-    return [first + second for first, second in pairwise(characters)]
-
-
 def corpus_hash(passages: Sequence[Passage]) -> str:
     """SHA-256 (hex) over ids, titles and texts in order."""
     digest = hashlib.sha256()
@@ -253,7 +240,7 @@ def corpus_hash(passages: Sequence[Passage]) -> str:
 
 
 def _top(scores: npt.NDArray[np.float32], top_k: int) -> list[int]:
-    """Indices of the best positive scores, ties in corpus order."""
+    """Indices of the best positive scores; ties are in corpus order."""
     k = min(top_k, len(scores))
     threshold = np.partition(scores, len(scores) - k)[len(scores) - k]
     candidates = np.flatnonzero((scores >= threshold) & (scores > 0))
@@ -262,7 +249,7 @@ def _top(scores: npt.NDArray[np.float32], top_k: int) -> list[int]:
 
 
 def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
-    """``title: text`` on one line, and whether it had to be cut."""
+    """Return ``title: text`` on one line and whether it was truncated."""
     max_chars = config.max_chars
     shown_id = f"[{passage.passage_id}] " if config.show_ids else ""
     title = f"{passage.title}: " if passage.title.strip() else ""
@@ -270,7 +257,7 @@ def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     if len(line) <= max_chars:
         return line, False
     head = line[: max_chars - len(_CUT_MARK)]
-    # Cut back to a word, unless that would drop most of a text without spaces.
+    # Truncate at a word, unless that would drop most of a text without spaces.
     boundary = head.rfind(" ")
     return (head[:boundary] if boundary > max_chars // 2 else head) + _CUT_MARK, True
 

@@ -1,5 +1,5 @@
-"""The part of the weights that trains: adapters beside the model's own layers (LoRA, by peft), or the last
-layers; and the weights with adapters merged, for whoever loads them without peft.
+"""Select the weights that train: adapters on the model's layers (LoRA, by peft), or the last layers. Merge
+adapters into the weights, so that they can be loaded without peft.
 """
 
 import copy
@@ -28,8 +28,8 @@ _LAYER: Final = re.compile(r".*?\.\d+\.")  # the first number of a name is that 
 def choose_trained(
     model: Any, *, lora: LoraSettings | None, trained_layers: int | None, seed: int = 0
 ) -> None:
-    """Whatever is not chosen has no gradient. ``trained_layers``: the last so many layers and the norm behind
-    them. Raises ModelError where the model has fewer layers, or none of the layers that ``lora`` names.
+    """Freeze all other weights. ``trained_layers``: number of last layers that train, with the norm after
+    them. Raises ModelError if the model has fewer layers, or none of the layers that ``lora`` names.
     """
     if trained_layers is not None:
         _freeze_below(model, trained_layers)
@@ -38,7 +38,6 @@ def choose_trained(
 
 
 def _freeze_below(model: Any, trained_layers: int) -> None:
-    """Embeddings, vocabulary projection and all layers but the last ``trained_layers`` keep their weights."""
     try:
         layers, norm = model.base_model.layers, model.base_model.norm
     except AttributeError as error:
@@ -54,7 +53,7 @@ def _freeze_below(model: Any, trained_layers: int) -> None:
 
 
 def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Add adapters in place; only they train. Seeded, because peft draws A from the global generator."""
+    """Add adapters in place; only they train. The seed is for peft, which draws from the global generator."""
     from peft import inject_adapter_in_model
 
     for parameter in model.parameters():
@@ -106,9 +105,9 @@ def _lora_config(settings: LoraSettings, targets: Sequence[str] | str, **options
 
 
 def _config(model: nn.Module, settings: LoraSettings) -> Any:
-    """peft's configuration: layers by their names, and parameters that are in no linear layer, such as those
-    of fused experts, by theirs. Raises ModelError for names that fit nothing; the default names may fit only
-    in part (:func:`coverage` reports that).
+    """Return peft's configuration: names of layers, and names of parameters outside of linear layers, such as
+    those of fused experts. Raises ModelError for names that match nothing; only some of the default names
+    have to match (:func:`coverage` reports the others).
     """
     if settings.is_all_linear:
         unfit = sorted(_unfit(model))
@@ -138,7 +137,7 @@ def _config(model: nn.Module, settings: LoraSettings) -> Any:
 
 
 def _fused_names(config: Any, model: nn.Module, parameters: Sequence[str]) -> set[str]:
-    """Names that peft takes for a part of a fused parameter: experts had layers of their own once."""
+    """Names that peft maps to a part of a fused parameter, because experts were separate layers once."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # a version of peft without it
@@ -168,8 +167,8 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _unfit(model: nn.Module) -> set[str]:
-    """Linear layers that do not only multiply: routers that choose, and those whose weights a fused kernel
-    of the Mamba families reads, as peft knows them.
+    """Linear layers that do more than one product: routers, and layers whose weights a fused kernel of the
+    Mamba families reads (peft's list).
     """
     has_kernels = getattr(getattr(model, "config", None), "model_type", None) in _FUSED_MAMBA
     return {
@@ -200,8 +199,8 @@ def _fused_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def coverage(model: nn.Module, settings: LoraSettings) -> str:
-    """Which projections got adapters and which got none, in one line; empty where nothing is left out, or
-    where the names of the layers were chosen in the settings.
+    """Describe in one line which projections have adapters and which have none; empty if all have one, or if
+    the settings name the layers.
     """
     if not (settings.has_default_targets or settings.is_all_linear):
         return ""
@@ -219,7 +218,7 @@ def coverage(model: nn.Module, settings: LoraSettings) -> str:
 
 
 def _short_names(names: Iterable[str]) -> list[str]:
-    """Names without their layer's number and what is in front of it, each once."""
+    """Names without the prefix up to the layer's number, without duplicates."""
     return list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", name) for name in names))
 
 
@@ -229,21 +228,21 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def merge_adapters(model: nn.Module) -> dict[str, Tensor]:
-    """All weights under the names that they have without adapters. Tensors without an adapter are the model's
-    own.
+    """Return all weights by the names that they have without adapters. A tensor without an adapter is the
+    model's own.
     """
     return {name: tensor.detach() for name, tensor in iter_merged(model, whole=lambda tensor: tensor)}
 
 
 def plain_names(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that a model without adapters has, by the names that they have there: parameters, and the
-    buffers that a checkpoint has. Tied weights are there once.
+    """Return the parameters and persistent buffers without the adapters, by the names that they have in a
+    model without adapters. Tied weights occur once.
     """
     return {_plain_name(name): tensor for name, tensor in _weights(model) if ".lora_" not in name}
 
 
 def _plain_name(name: str) -> str:
-    """A name without the layers that peft puts around, of which several may be one inside the other."""
+    """A name without peft's wrappers, which can be nested."""
     return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
@@ -258,9 +257,11 @@ def _weights(model: nn.Module, *, keep_ties: bool = False) -> Iterator[tuple[str
 
 @torch.no_grad()
 def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights with adapters merged by peft, added up in float32 and rounded once. ``whole`` puts a tensor
-    in shards together. Tied weights come once, and by each of their names where an adapter changes one of
-    them (:func:`broken_ties`). Raises ModelError, naming it, for an adapter that is not merged.
+    """Yield the weights with adapters merged by peft, added in float32 and rounded once.
+
+    ``whole`` returns the full tensor of a sharded one. Tied weights occur once, or under each of their names
+    if an adapter changes one of them (:func:`broken_ties`). Raises ModelError for an adapter that is not
+    merged.
     """
     layers = _adapted_layers(model)
     pending, seen = dict(layers), set[int]()
@@ -276,8 +277,8 @@ def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Itera
 
 
 def merged_names(model: nn.Module) -> dict[str, Tensor]:
-    """The names that :func:`iter_merged` gives, in its order, each with the tensor whose shape and type
-    it has; nothing is computed.
+    """Return the names of :func:`iter_merged` in its order, each with a tensor of the same shape and type;
+    nothing is computed.
     """
     layers = _adapted_layers(model)
     pending, seen = dict(layers), set[int]()
@@ -293,8 +294,8 @@ def merged_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def broken_ties(model: nn.Module) -> list[str]:
-    """Names of tied weights that adapters part: the vocabulary projection is no longer the embedding where
-    one of them has an adapter.
+    """Names of tied weights that an adapter separates: the vocabulary projection differs from the embedding
+    if one of them has an adapter.
     """
     layers = _adapted_layers(model)
     names: dict[int, list[str]] = {}
@@ -309,16 +310,17 @@ def broken_ties(model: nn.Module) -> list[str]:
 
 
 def to_folder_format(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights by the names and in the shapes of the files of a model's folder, which are those that vLLM
-    reads: transformers holds some in one tensor that are several in the files, such as a layer's experts. A
-    layer at a time, since none of them reaches over layers.
+    """Yield weights with the names and shapes of the files in a model's folder, which vLLM reads too.
+
+    transformers stores some weights in one tensor that are several in the files, such as a layer's experts.
+    The conversion is done layer by layer, because no such tensor spans layers.
     """
     for _, group in groupby(weights, key=lambda pair: layer_prefix(pair[0])):
         yield from revert_weight_conversion(cast(PreTrainedModel, model), dict(group)).items()
 
 
 def layer_prefix(name: str) -> str:
-    """The beginning of a weight's name, up to the number of its layer; empty outside of the layers."""
+    """The prefix of a weight's name up to the number of its layer; empty outside of the layers."""
     match = _LAYER.match(name)
     return match.group() if match else ""
 

@@ -1,9 +1,9 @@
 """Rollouts that are generated during updates: those of the next step (``cluster.max_staleness``), or groups
-of several steps (``cluster.in_flight``); and ``queue.jsonl`` of a checkpoint, which holds them, so that a
-resumed run trains on the very same ones.
+of several steps (``cluster.in_flight``). ``queue.jsonl`` of a checkpoint stores them, so that a resumed run
+trains on the same ones.
 
-The first line of the file belongs to the whole step, every other one is a group. Floats are written so that
-the same bits are read; nothing is pickled.
+The first line of the file describes the steps, every other line is a group. Floats keep all their bits;
+nothing is pickled.
 """
 
 import json
@@ -37,9 +37,9 @@ _ValueT = TypeVar("_ValueT")
 
 
 def write_queue(folder: Path, queued: QueuedStep) -> None:
-    """Into a checkpoint that is being written. Raises OSError."""
+    """Write the prefetched step into a checkpoint. Raises OSError."""
     sampled = queued.sampled
-    trained = {id(trace) for trace in sampled.trained}
+    selected = {id(trace) for trace in sampled.selected}
     head = {
         "is_filtered": sampled.is_filtered,
         "faults": dict(sampled.faults),
@@ -50,8 +50,8 @@ def write_queue(folder: Path, queued: QueuedStep) -> None:
         "counts": [dict(entry) for entry in queued.counts],
         "seconds": queued.seconds,
     }
-    groups = [group_to_dict(trace) | {"is_trained": id(trace) in trained} for trace in sampled.traces]
-    # What a foreign environment put into a node's metadata may be any object: as the trace files have it.
+    groups = [group_to_dict(trace) | {"is_trained": id(trace) in selected} for trace in sampled.traces]
+    # An environment may put any object into a node's metadata; the trace files have its text too.
     lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
     (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
 
@@ -69,7 +69,7 @@ def read_queue(folder: Path) -> QueuedStep | None:
     sampled = SampledStep(
         is_filtered=bool(head["is_filtered"]),
         traces=traces,
-        trained=[trace for trace, group in zip(traces, groups, strict=True) if group["is_trained"]],
+        selected=[trace for trace, group in zip(traces, groups, strict=True) if group["is_trained"]],
         faults=Counter(head["faults"]),
         fault_reasons=tuple(head["fault_reasons"]),
         num_extra_batches=int(head["num_extra_batches"]),
@@ -80,7 +80,7 @@ def read_queue(folder: Path) -> QueuedStep | None:
 
 
 def group_to_dict(trace: Trace) -> dict[str, Any]:
-    """A group as plain values."""
+    """Convert a group to plain values."""
     return {
         "task": asdict(trace.task),
         "modes": list(trace.modes),
@@ -88,13 +88,13 @@ def group_to_dict(trace: Trace) -> dict[str, Any]:
         "is_replayed": trace.is_replayed,
         "pruned": sorted(trace.pruned),
         "nodes": [_dump(Node, node) | {"metadata": _plain(node.metadata)} for node in trace.nodes],
-        # In the order in which they ended; the order is not used.
+        # In the order in which they ended, which nothing depends on.
         "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
     }
 
 
 def read_group(group: Mapping[str, Any]) -> Trace:
-    """The group of these values. Raises ValueError, KeyError or TypeError for damage."""
+    """Convert plain values to a group. Raises ValueError, KeyError or TypeError for damaged data."""
     trace = Trace(task=read_task(group["task"]), modes=group["modes"])
     trace.without_memory = bool(group["without_memory"])
     trace.is_replayed = bool(group["is_replayed"])
@@ -106,7 +106,7 @@ def read_group(group: Mapping[str, Any]) -> Trace:
 
 
 def read_task(values: Mapping[str, Any]) -> Task:
-    """The task of these values. Raises KeyError or TypeError for damage."""
+    """Convert plain values to a task. Raises KeyError or TypeError for damaged data."""
     return Task(**{**values, "answers": tuple(values["answers"])})
 
 
@@ -133,15 +133,13 @@ def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:
     return result
 
 
-# ``queue.jsonl`` of a checkpoint where groups of several steps were under way: those that had ended.
-#
-# The first line names the steps with their tasks, every other one is a group. Nothing is pickled.
+# ``queue.jsonl`` with groups of several steps (``cluster.in_flight``): those that have ended.
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupResult:
-    """One group that has ended after ``seconds``; ``gathered`` is what the copies of the hooks bring, None
-    once the hooks have it.
+    """One group that has ended after ``seconds``; ``gathered`` are the results of the copies of the hooks,
+    None after the hooks have absorbed them.
     """
 
     report: RolloutReport
@@ -151,7 +149,7 @@ class GroupResult:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """A step that has begun: the task and the modes of every group, the ``cursor`` behind its tasks, and the
+    """A step that has begun: the task and the modes of every group, the ``cursor`` after its tasks, and the
     groups that have ended, by number.
     """
 
@@ -164,16 +162,14 @@ class PendingStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSnapshot:
-    """Steps that have begun, in their order; ``counts`` are the algorithm's as the newest metrics have
-    them.
-    """
+    """Steps that have begun, in order; ``counts`` are the algorithm's at the newest recorded metrics."""
 
     steps: Sequence[PendingStep]
     counts: Sequence[Mapping[str, int]]
 
 
 def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
-    """Into a checkpoint that is being written. Raises OSError."""
+    """Write the queue into a checkpoint. Raises OSError."""
     head = {
         "counts": [dict(entry) for entry in snapshot.counts],
         "steps": [
@@ -238,15 +234,15 @@ def _parse_step(values: Mapping[str, Any]) -> PendingStep:
     )
 
 
-# Rollouts of the next step beside the update of this one (``cluster.max_staleness`` 1).
+# Rollouts of the next step during the update of this one (``cluster.max_staleness`` 1).
 #
-# A thread waits for the processes that play; what they gather is taken in only when the step before is on
-# record. So no line of this process runs beside another one that reads what it changes, and the order of
-# everything is that of a run that plays and trains in turn: the same bits, however fast either is.
+# A thread waits for the rollout workers. Their results are absorbed only after the previous step is recorded.
+# So this thread never changes state that the main thread reads, and everything happens in the order of a run
+# that alternates rollouts and updates: the same bits at any speed.
 
 
 _TICK_S: Final = 0.5  # between updates of the display
-_LEAVE_S: Final = 10.0  # a thread that replaces a process may take longer to end
+_JOIN_TIMEOUT_S: Final = 10.0  # a thread that replaces a process may take longer to end
 
 
 class _Cancelled(Exception):
@@ -278,27 +274,27 @@ class RolloutPrefetch:
     def _run(self, play: Callable[["RolloutPrefetch"], SampledStep]) -> None:
         try:
             self._sampled = play(self)
-        except BaseException as error:  # handed to the thread that waits
+        except BaseException as error:  # raised in the thread that waits
             self._error = error
         finally:
             self._sent.set()
             self._done.set()
 
     def mark_sent(self) -> None:
-        """Those who play have all that they need of this process."""
+        """The rollout workers have everything that they need from this process."""
         self._sent.set()
         self.raise_if_cancelled()
 
     def mark_done(self) -> None:
-        """The rollouts are there; waits until this process may take in what came of them."""
-        if not self._done.is_set():  # else further ones for groups that a filter left out
+        """The rollouts are finished; wait until this process may absorb their results."""
+        if not self._done.is_set():  # else these are further ones for groups that a filter dropped
             self._seconds = time.perf_counter() - self._began
         self._done.set()
         self._released.wait()
         self.raise_if_cancelled()
 
     def on_finished(self, num_done: int, num_total: int) -> None:
-        """Progress of the rollouts, kept for :meth:`wait`."""
+        """Store the progress of the rollouts for :meth:`wait`."""
         self.progress = f"{num_done}/{num_total}"
         self.raise_if_cancelled()
 
@@ -308,20 +304,20 @@ class RolloutPrefetch:
             raise _Cancelled
 
     def wait_until_sent(self) -> None:
-        """From here on this process may change what rollouts begin with. Raises what the thread raised."""
+        """Afterwards this process may change what rollouts begin with. Raises what the thread raised."""
         self._sent.wait()
         self._raise()
 
     def wait(self, *, on_tick: Callable[[str], None]) -> None:
-        """Until the rollouts have ended: engines are idle now, and may get new weights. Raises what the
-        thread raised.
+        """Wait until the rollouts have ended: then the engines are idle and can get new weights. Raises what
+        the thread raised.
         """
         while not self._done.wait(_TICK_S):
             on_tick(self.progress)
         self._raise()
 
     def collect(self) -> QueuedStep:
-        """Take in what came of them. Raises what the thread raised."""
+        """Absorb the results and return the step. Raises what the thread raised."""
         self._released.set()
         self._thread.join()
         self._raise()
@@ -333,12 +329,12 @@ class RolloutPrefetch:
             raise self._error
 
     def cancel(self) -> None:
-        """Nothing of these rollouts is taken in, and their thread ends: it must not see the processes end
-        that it waits for, which it would replace.
+        """Discard the rollouts and end their thread. If it still ran when the processes end, it would replace
+        them.
         """
         self._is_cancelled = True
         self._released.set()
-        self._thread.join(_LEAVE_S)
+        self._thread.join(_JOIN_TIMEOUT_S)
 
 
 @contextmanager
@@ -362,12 +358,12 @@ def prefetch_rollouts(parts: Components, sampled: SampledStep, *, step: int) -> 
         raise
 
 
-# Groups of several steps under way at once (``cluster.in_flight``), taken in the order of their tasks.
+# Groups of several steps in progress at once (``cluster.in_flight``), collected in the order of their tasks.
 #
-# Update u begins with weights of version u. A group of update u is begun once version u - k is out (k =
-# ``cluster.max_staleness``), and the engines never go back, so none of its tokens is older than k versions
-# when it is trained on; nothing is thrown away for its age. Which version a turn meets depends on who is
-# fast: the same seed does not give the same bits.
+# Update u begins with weights of version u. A group of update u begins once the engines have version u - k (k
+# = ``cluster.max_staleness``), and their version never decreases. So none of its tokens is older than k
+# versions when it is trained on, and nothing is dropped for its age. Which version samples a turn depends on
+# speed, so the same seed does not give the same bits.
 
 
 GroupName = tuple[int, int]  # step, and number in it
@@ -385,9 +381,8 @@ class AsyncRolloutQueue:
         cursor: int,
         snapshot: QueueSnapshot | None,
     ) -> None:
-        """``step`` is the next one to train on, ``cursor`` where its tasks begin; ``snapshot`` comes of a
-        checkpoint: of its steps, groups that had not ended begin anew. Raises ConfigError for hooks that
-        branch.
+        """``step`` is the next one to train on, ``cursor`` where its tasks begin. Groups of the ``snapshot``
+        of a checkpoint that had not ended start again. Raises ConfigError for hooks that branch.
         """
         hooks = parts.algorithm.hooks
         if any(hook.first_wave is not None or isinstance(hook, Expansion) for hook in hooks):
@@ -437,7 +432,7 @@ class AsyncRolloutQueue:
         sampled = SampledStep(
             is_filtered=False,
             traces=traces,
-            trained=traces,
+            selected=traces,
             faults=sum((group.report.faults for group in groups), Counter()),
             fault_reasons=tuple(reason for group in groups for reason in group.report.fault_reasons),
             num_extra_batches=0,
@@ -455,7 +450,7 @@ class AsyncRolloutQueue:
             results[group] = result
 
     def _absorb(self, pending: PendingStep) -> None:
-        """What came of the groups that have ended, in their order."""
+        """Absorb the results of the groups that have ended, in their order."""
         hooks = self._parts.algorithm.hooks
         portable_hooks = [hook for hook in hooks if hook.is_portable]
         for _, group in sorted(pending.results.items()):
@@ -469,17 +464,17 @@ class AsyncRolloutQueue:
             group.gathered = None
 
     def on_step_recorded(self) -> None:
-        """The metrics of a step are on record: what hooks count from here on is the next one's."""
+        """The metrics of a step are recorded: from now on hooks count for the next one."""
         self._counts = self._parts.algorithm.counts()
 
     def cancel(self) -> None:
-        """Nobody wants the steps that have begun."""
+        """Cancel the steps that have begun."""
         if self._steps:
             self._player.cancel()
 
     def snapshot(self) -> QueueSnapshot:
-        """What a checkpoint holds: groups that have ended. They are taken in, so that the memories beside
-        them in the checkpoint know of them.
+        """Return the groups that have ended, for a checkpoint. They are absorbed first, so that the memories
+        in the same checkpoint contain them.
         """
         self._poll(waits=False)
         steps = [self._steps[number] for number in sorted(self._steps)]
@@ -499,6 +494,6 @@ def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], N
         snapshot=state.queue_snapshot,
     )
     if queue.num_restarted_groups:
-        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint begin anew")
+        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint start again")
     state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
     return queue

@@ -74,10 +74,10 @@ def build_buffer(
 def import_trajectories(
     file: Path, *, out: Path, embedder: str, keep_best: int, min_reward: float | None, skip_malformed: bool
 ) -> int:
-    """Add the chats of a file to a buffer, which is made when it is missing. Chats that it has are counted as
-    present.
+    """Add the chats of a file to a buffer, which is created if it is missing. Chats that it contains are
+    counted as present.
 
-    Written in portions of whole tasks, with progress: a second call continues where a stopped one was.
+    Written in portions of whole tasks, with progress: a second call continues after the last one.
     """
     if keep_best < 1:
         raise ConfigError("--keep-best must be at least 1")
@@ -124,7 +124,7 @@ def _portions_by_task(trajectories: Sequence[Trajectory], size: int) -> Iterator
 
 
 def print_stats(file: Path, *, embedder: str) -> int:
-    """Prints the contents of a buffer."""
+    """Print the contents of a buffer."""
     with StepTraceBuffer(file, load_embedder(embedder), mode="read") as buffer:
         stats = buffer.stats()
         _print_counts(
@@ -150,8 +150,8 @@ def print_stats(file: Path, *, embedder: str) -> int:
 
 
 def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
-    """The steps that a rollout with this history would get, best first; steps that end an episode are left
-    out, as there.
+    """Print the steps that a rollout with this history would retrieve, best first, without steps that end an
+    episode.
     """
     if k < 1:
         raise ConfigError("-k must be at least 1")
@@ -179,8 +179,8 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
 
 
 def _connect_agent(endpoint: str, model: str, seed: int) -> ChatEndpoint:
-    """The endpoint, asked once what it serves: a wrong address or key shows before anything else is
-    loaded.
+    """Return the endpoint after one request for its models, so that a wrong address or key is reported at
+    once.
     """
     settings = validate(EndpointSettings, {"base_url": endpoint, "model": model, "seed": seed})
     discovered = ChatEndpoint(settings).discovered()
@@ -217,7 +217,7 @@ def _fill_with_endpoint(
     settings: RunSettings,
     num_trajectories: int,
 ) -> None:
-    """Portions of tasks are played, added and logged in turn, so a kill costs one portion at most."""
+    """Roll out, add and log portions of tasks in turn, so that a kill costs one portion at most."""
     size = max(1, 4 * collector.num_concurrent // num_trajectories)
     builds: list[BuildReport] = []
     counts: Counter[str] = Counter()
@@ -263,7 +263,6 @@ def _fill_with_endpoint(
 
 
 def _totals(reports: Sequence[BuildReport]) -> dict[str, int]:
-    """Every count of the reports, summed."""
     totals: Counter[str] = Counter()
     names = [name for name in BuildReport.__dataclass_fields__ if name != "revision"]
     for report in reports:

@@ -1,8 +1,8 @@
-"""Checkpoints: a folder that is either absent or whole, safetensors and JSON only, enough to continue bit for
-bit.
+"""Checkpoints: a folder that is either absent or complete, of safetensors and JSON files, from which a run
+continues bit for bit.
 
-``state.json`` has a checksum of its own and those of the other files. Random streams are keyed by run seed
-and step (:mod:`outrider.seeding`), so their state is the step number.
+``state.json`` has its own checksum and those of the other files. Random streams are keyed by run seed and
+step (:mod:`outrider.seeding`), so their state is the step number.
 """
 
 import json
@@ -42,8 +42,8 @@ def file_checksum(path: Path) -> int:
 
 
 def write_checksummed(path: Path, content: Mapping[str, Any]) -> None:
-    """Put an object of plain data with the checksum of all of it in the place of the file. Raises OSError."""
-    plain = json.loads(json.dumps(content))  # numbers as keys become text, as the reader will find them
+    """Replace the file by an object of plain data with a checksum. Raises OSError."""
+    plain = json.loads(json.dumps(content))  # keys that are numbers become text, as the reader gets them
     checksummed = {**plain, _OWN: _checksum(plain)}
     replace_file(path, json.dumps(checksummed, indent=1, sort_keys=True).encode())
 
@@ -65,14 +65,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
-        raise ValueError(f"{path.name} is no JSON that was written here") from error
+        raise ValueError(f"{path.name} is not valid JSON") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path.name} holds no object")
+        raise ValueError(f"{path.name} contains no object")
     return content
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files have not been looked at. Raises CheckpointError."""
+    """Return the state of a checkpoint without checking its other files. Raises CheckpointError."""
     try:
         return read_checksummed(checkpoint / STATE)
     except (OSError, ValueError) as error:
@@ -80,7 +80,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def damaged(checkpoint: Path, error: Exception) -> CheckpointError:
-    """The one line for a checkpoint that cannot be read."""
+    """The error for a checkpoint that cannot be read, in one line."""
     if isinstance(error, FileNotFoundError):
         reason = f"{Path(error.filename).name} is missing" if error.filename else "a file is missing"
     elif isinstance(error, KeyError):
@@ -91,16 +91,13 @@ def damaged(checkpoint: Path, error: Exception) -> CheckpointError:
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
-    """Of the values, however the file is laid out."""
+    """Checksum of the values, which does not depend on the layout of the file."""
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-# The frozen weights of the KL term, in a file of their own beside the checkpoints.
-
-
 def save_reference(path: Path, reference: Scorer) -> int:
-    """The frozen weights of the KL term; written once, because they differ from the model's after a cold
-    start. Their checksum.
+    """Write the frozen weights of the KL term, which differ from the model's after a cold start, into a file
+    beside the checkpoints. Returns their checksum.
     """
     with replacing_by_name(path) as temporary:
         save_file(
@@ -122,7 +119,7 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
         weights = load_file(path)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing: it holds the weights that the KL term refers to; put it back"
+            f"{path} is missing: it contains the reference weights of the KL term; put it back"
         ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
@@ -147,13 +144,13 @@ def save_checkpoint(
     *,
     write_queue: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints as they
-    were.
+    """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints unchanged.
 
     ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``write_queue``
     writes the rollouts that are not trained on yet.
 
-    Raises CheckpointError when it cannot be written (a full disk), which leaves them as they were too.
+    Raises CheckpointError if the disk is full or cannot be written; the earlier checkpoints are unchanged
+    then too.
     """
     try:
         with replacing_folder(folder) as temporary:
@@ -163,7 +160,7 @@ def save_checkpoint(
             if arrays:
                 save_arrays(dict(arrays), temporary / _MEMORY)
             written = sorted(path for path in temporary.rglob("*") if path.is_file())
-            # On disk before the state is, which vouches for them.
+            # On disk before the state, which has their checksums.
             for path in [*written, *{path.parent for path in written} - {temporary}]:
                 sync(path)
             checksums = {path.relative_to(temporary).as_posix(): file_checksum(path) for path in written}
@@ -171,8 +168,8 @@ def save_checkpoint(
                 temporary / STATE, {**state, "num_optimizer_steps": weights.num_steps, "checksums": checksums}
             )
             sync(temporary)
-            # Only now, when the new one is whole, is the earlier checkpoint of this step removed. A file of
-            # its name belongs to somebody: it is kept under another one.
+            # The earlier checkpoint of this step is removed only now, when the new one is complete. A file of
+            # this name is not ours, so it is renamed.
             if folder.is_file() and not folder.is_symlink():
                 os.replace(folder, folder.with_name(f"{folder.name}.not-a-checkpoint"))
             remove(folder)
@@ -184,13 +181,13 @@ def save_checkpoint(
 
 
 def load_checkpoint(folder: Path, weights: "Learner | Policy") -> dict[str, Any]:
-    """Put masters, working copy and optimiser back; the saved state.
+    """Load master weights, working copy and optimizer; return the saved state.
 
-    Raises CheckpointError when files are missing, damaged, or belong to another model.
+    Raises CheckpointError if files are missing, damaged, or belong to another model.
     """
     try:
         state = read_checksummed(folder / STATE)
-        # All tensor files, also where the state forgot to name them: nothing is loaded unchecked.
+        # All tensor files, also those that the state does not name: nothing is loaded unchecked.
         for name in sorted({*tensor_files(folder), *state["checksums"]}):
             if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
@@ -202,8 +199,8 @@ def load_checkpoint(folder: Path, weights: "Learner | Policy") -> dict[str, Any]
 
 
 def require_intact(folder: Path, name: str) -> None:
-    """Raises CheckpointError where a file of a checkpoint is not what was written; a file that came alone
-    cannot be checked.
+    """Raise CheckpointError if a file of a checkpoint differs from what was written; without the checkpoint's
+    state it cannot be checked.
     """
     if not (folder / STATE).exists():
         return
@@ -219,14 +216,14 @@ def require_intact(folder: Path, name: str) -> None:
 
 
 def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
-    """The vectors of the algorithm's memory in a checkpoint that :func:`load_checkpoint` has read; empty
-    without any.
+    """Return the vectors of the algorithm's memory in a checkpoint that :func:`load_checkpoint` has read, if
+    any.
     """
     return load_arrays(folder / _MEMORY) if (folder / _MEMORY).exists() else {}
 
 
 def checkpoints_newest_first(folder: Path) -> list[Path]:
-    """All checkpoints below ``folder``; one that was damaged after it was written is among them."""
+    """Return all checkpoints in ``folder``, including damaged ones."""
     return [path for _, path in reversed(_numbered(folder))]
 
 
@@ -250,11 +247,11 @@ def newest_step(folder: Path) -> int | None:
 
 
 def prune_checkpoints(folder: Path, *, max_checkpoints: int, newest: int) -> None:
-    """Remove all but the last ``max_checkpoints`` checkpoints up to step ``newest``, which has just been
-    written, and the one of step 0.
+    """Remove all checkpoints but the last ``max_checkpoints`` up to step ``newest``, which has just been
+    written, and the one of step 0, from which other algorithms can start.
 
-    From that one other algorithms can start. Those of later steps were damaged, or the run would not have
-    gone back behind them; what a kill left half written goes too.
+    Those of later steps were damaged, or the run would not have continued before them. Partial ones of a kill
+    are removed too.
     """
     numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
     retained = [path for step, path in numbered if step <= newest][-max_checkpoints:]
@@ -264,8 +261,8 @@ def prune_checkpoints(folder: Path, *, max_checkpoints: int, newest: int) -> Non
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders, ascending; a file, or a folder with another name, such as a copy that a user made,
-    is none.
+    """Steps and folders, ascending; without files, and folders of other names, such as copies that a user
+    made.
     """
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
     return sorted((int(match[1]), path) for match, path in matches if match)

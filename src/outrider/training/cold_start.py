@@ -33,9 +33,8 @@ from outrider.viewer.records import EXPERTS_FILE
 
 
 def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
-    """Expert rollouts that the environment calls solved, with weight 1 on every policy token.
-
-    Raises DataError when none is left: a cold start on nothing would pass in silence.
+    """Return the expert rollouts that solved their tasks, with weight 1 on every policy token. Raises
+    DataError if there is none.
     """
     paths: list[RolloutPath] = []
     for trace in traces:
@@ -60,11 +59,11 @@ def cold_start(
     max_tokens: int,
     on_step: Callable[[int, int, dict[str, float]], None],
 ) -> int:
-    """Negative log-likelihood, mean over the tokens of the batch; the learning rate falls linearly to a
-    tenth. A batch that is skipped because its gradient is not finite advances neither the warm-up nor the
-    decay.
+    """Minimize the negative log-likelihood, mean over the tokens of a batch; the learning rate decays
+    linearly to a tenth. A batch that is skipped because its gradient is not finite advances neither the
+    warm-up nor the decay.
 
-    ``on_step(done, total, metrics)`` is called after every optimiser step. Returns the number of steps.
+    ``on_step(done, total, metrics)`` is called after every optimizer step. Returns the number of steps.
     """
     size = settings.batch_size
     orders = [
@@ -116,11 +115,11 @@ def _step(
     }
 
 
-# The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates
-# those who solved.
+# The cold start of a run: experts play training tasks through the rollout loop, and the policy imitates the
+# rollouts that solved their tasks.
 
 
-_STEP: Final = 0  # whose initial states the cold start is played in
+_STEP: Final = 0  # the training step whose initial states the experts get
 
 
 def expert_rollouts(
@@ -134,8 +133,8 @@ def expert_rollouts(
     mode: str = "expert",
     on_finished: Callable[[int, int], None] | None = None,
 ) -> list[Trace]:
-    """One rollout of ``expert`` on every task, in order, in the environment and within the limits that the
-    policy has.
+    """Return one rollout of ``expert`` on every task, in order, in the policy's environment and within
+    its limits.
     """
     settings = parts.settings
     return play_experts(
@@ -160,10 +159,10 @@ def expert_rollouts(
 
 
 def replay_with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertSource) -> list[Trace]:
-    """The expert rollouts, ``cold_start.tip_share`` of them played again with the tips of all; which ones,
-    the run's seed decides.
+    """Return the expert rollouts, a random ``cold_start.tip_share`` of them rolled out again with the tips of
+    all.
 
-    The memory is one of the cold start's own: training begins with an empty one.
+    The memory belongs to the cold start: training begins with an empty one.
     """
     share, memory = parts.settings.cold_start.tip_share, parts.settings.algorithm.tip_memory
     if not share or memory is None:
@@ -175,7 +174,7 @@ def replay_with_tips(parts: Components, traces: Sequence[Trace], expert: ExpertS
         seed=parts.settings.seed,
     )
     tasks = [trace.task for trace in traces]
-    # writes, and reads nothing
+    # in this mode the hook writes tips and shows none
     expert_rollouts(parts, tasks, expert, training_step=_STEP, hooks=(hook,), mode=PLAIN)
     chosen = stream(parts.settings.seed, "cold start tips").permutation(len(tasks))[
         : round(share * len(tasks))
@@ -256,7 +255,7 @@ def _expert_paths(
     if demonstrations is not None:
         return [task for task in parts.train_tasks if demonstrations.get(task.key)][:size], demonstrations, []
     tasks = parts.train_tasks[:size]
-    stage("cold start: experts asked", len(tasks))
+    stage("cold start: expert paths", len(tasks))
     steps, reasons = request_expert_paths(
         parts.task_set, tasks, parts.settings, training_step=_STEP, on_task_done=on_done
     )

@@ -1,4 +1,4 @@
-"""The parts of a run (:mod:`outrider.training.setup` makes them)."""
+"""The components of a run, which :mod:`outrider.training.setup` builds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """The parts of a run. ``buffer`` is None for algorithms that do not retrieve, ``remote`` where one
-    process plays everything.
+    """The components of a run. ``buffer`` is None if the algorithm does not retrieve, ``remote`` if this
+    process generates all rollouts.
     """
 
     settings: RunSettings
@@ -35,9 +35,7 @@ class Components:
     buffer: StepTraceBuffer | None
     algorithm: Algorithm
     remote: "RemoteProcesses | None" = None
-    # of the cold start, by task key; None: from experts
+    # for the cold start, by task key; None: from experts
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
-    num_training_tasks: int = 0  # of the evaluation tasks
-    rollout_status: RolloutStatus = field(
-        default_factory=RolloutStatus
-    )  # of all rollouts: for the one who watches
+    num_training_tasks: int = 0  # among the evaluation tasks
+    rollout_status: RolloutStatus = field(default_factory=RolloutStatus)

@@ -1,6 +1,6 @@
 """The tasks of a run: its stages (``train.stages``), the tasks of each step, and the rollouts of a step.
 
-The stage is a function of the step alone: there is no state to save.
+The stage depends on the step only, so there is no state to save.
 """
 
 import json
@@ -32,16 +32,16 @@ from outrider.types import Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledStep:
-    """``traces`` are all groups that were played, ``trained`` those that the update gets: all, or where the
-    step ``is_filtered`` those that the algorithm's filter kept.
+    """``traces`` are all groups of a step, ``selected`` those for the update: all, or if the step
+    ``is_filtered`` those that passed the algorithm's filter.
 
-    ``faults`` and ``fault_reasons`` are those of all rounds
-    (:class:`~outrider.rollout.scheduler.RolloutReport`), and so is ``loop_lag_s``.
+    ``faults``, ``fault_reasons`` and ``loop_lag_s`` cover all rounds
+    (:class:`~outrider.rollout.scheduler.RolloutReport`).
     """
 
     is_filtered: bool
     traces: list[Trace]
-    trained: list[Trace]
+    selected: list[Trace]
     faults: Counter[str]
     fault_reasons: tuple[str, ...]
     num_extra_batches: int
@@ -51,16 +51,16 @@ class SampledStep:
     def metrics(self, num_groups: int) -> dict[str, float]:
         """Metrics of dynamic sampling; ``num_groups`` groups make a step."""
         return {
-            "group/num_dropped": float(len(self.traces) - len(self.trained)),
-            "group/num_missing": float(num_groups - len(self.trained)),
+            "group/num_dropped": float(len(self.traces) - len(self.selected)),
+            "group/num_missing": float(num_groups - len(self.selected)),
             "group/num_extra_batches": float(self.num_extra_batches),
         }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedStep:
-    """The rollouts of a step that is not trained on yet. ``counts`` are the algorithm's from before them,
-    ``seconds`` their duration if they were generated during an earlier update, else 0.
+    """The rollouts of a step that is not trained on yet. ``counts`` are the algorithm's before these
+    rollouts, ``seconds`` their duration if they were generated during an earlier update, else 0.
     """
 
     sampled: SampledStep
@@ -70,8 +70,8 @@ class QueuedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOrder:
-    """An endless order of the training tasks: a fresh permutation every epoch, keyed by the seed and, where
-    there is one, the number of the ``stage``. A cursor counts what was taken.
+    """An endless order of the training tasks: a new permutation every epoch, keyed by the seed and the
+    number of the ``stage``, if there is one. A cursor counts the tasks that were drawn.
     """
 
     tasks: Sequence[Task]
@@ -80,12 +80,12 @@ class TaskOrder:
     stage: int | None = None
 
     def draw(self, num: int, *, cursor: int, seen: Set[str] = frozenset()) -> tuple[list[Task], int]:
-        """Up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor behind the
-        last one.
+        """Return up to ``num`` tasks from ``cursor`` on whose keys are not in ``seen``, and the cursor after
+        the last one.
 
-        A step plays no task twice, because both plays would draw the same random numbers: fewer come where
-        none is left. An epoch leaves out the tasks that would not fill a step, unless they are all that
-        there is.
+        A step contains no task twice, because both groups would draw the same random numbers; if there are
+        too few tasks, it gets fewer. An epoch leaves out the tasks that would not fill a step, unless there
+        are no others.
         """
         size = max(1, min(self.tasks_per_step, len(self.tasks)))
         per_epoch = len(self.tasks) // size * size
@@ -106,8 +106,8 @@ class TaskOrder:
 
 
 def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:
-    """The groups of a training step, by the run's settings; ``cursor`` is where the step before left the
-    order of tasks.
+    """Roll out the groups of a training step; ``cursor`` is the position in the order of tasks after the
+    step before.
     """
     order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
     modes = partial(parts.algorithm.modes_of, step)
@@ -115,15 +115,15 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
 
 
 def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
-    """The order of a step's tasks, where in it the step begins, and what the algorithm chooses; ``cursor`` is
-    where the step before left.
+    """Return the order of a step's tasks, the cursor at which the step begins, and the algorithm's
+    choice. ``cursor`` is the position after the step before.
     """
     settings, tasks = parts.settings, parts.train_tasks
     size = settings.train.tasks_per_step
     stage = find_stage(step, settings=settings.train, tasks=tasks)
     if stage is not None:
         tasks = stage.tasks
-        # An order of its own, from its beginning on.
+        # Each stage has an order of its own.
         cursor = 0 if step == stage.begin else cursor
     number = None if stage is None else stage.number
     order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
@@ -139,32 +139,32 @@ def sample_step(
     modes: Callable[[int], Sequence[str]],
     step: int,
 ) -> SampledStep:
-    """Play what was chosen; with a filter, as many further tasks as groups were left out, until none is
-    missing or its bound.
+    """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
+    its limit of rounds.
     """
     if choice.tasks is not None:
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
         return SampledStep(
             is_filtered=False,
             traces=report.traces,
-            trained=report.traces,
+            selected=report.traces,
             faults=report.faults,
             fault_reasons=report.fault_reasons,
             num_extra_batches=0,
-            cursor=cursor,  # the order of tasks stands still
+            cursor=cursor,  # nothing was drawn from the order of tasks
             loop_lag_s=report.loop_lag_s,
         )
     traces: list[Trace] = []
-    trained: list[Trace] = []
+    selected: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
     lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.group_filter, choice.num_groups
-    while len(trained) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
+    while len(selected) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.
-            num_groups - len(trained),
+            num_groups - len(selected),
             cursor=cursor,
             seen={trace.task.key for trace in traces},
         )
@@ -176,7 +176,7 @@ def sample_step(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
         )
         traces += report.traces
-        trained += report.traces if filtered is None else filtered.select(report.traces)
+        selected += report.traces if filtered is None else filtered.select(report.traces)
         faults += report.faults
         reasons += report.fault_reasons
         lags.append(report.loop_lag_s)
@@ -184,7 +184,7 @@ def sample_step(
     return SampledStep(
         is_filtered=filtered is not None,
         traces=traces,
-        trained=trained,
+        selected=selected,
         faults=faults,
         fault_reasons=tuple(reasons),
         num_extra_batches=max(0, num_batches - 1),
@@ -193,8 +193,8 @@ def sample_step(
     )
 
 
-# Off-policy data that joins a step before the update: rollouts that the algorithm adds or plays beside the
-# policy's.
+# Off-policy data that joins a step before the update: rollouts that the algorithm adds, or that experts
+# generate.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class StepExperts:
         return request_expert_paths(self.parts.task_set, tasks, self.parts.settings, training_step=self.step)
 
     def play_experts(self, tasks: Sequence[Task], paths: ExpertPaths) -> list[Trace]:
-        """One rollout per task, in the state that its group began in."""
+        """Return one rollout per task, from the initial state of its group."""
         traces = expert_rollouts(self.parts, tasks, lambda task: paths[task.key], training_step=self.step)
         self.rollouts.extend(traces)
         return traces
@@ -243,7 +243,7 @@ def add_off_policy_groups(
 
 
 def interleave(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]:
-    """Both in their own order and evenly spread, so that every mini-batch holds its share of either."""
+    """Merge both in their order and evenly, so that every mini-batch gets its share of each."""
     placed = [
         ((i + 0.5) / len(source), number, trace)
         for number, source in enumerate((fresh, replayed))
@@ -274,7 +274,7 @@ def find_stage(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> 
 
 
 def stage_tasks(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
-    """Those whose keys fit, in their order."""
+    """Return the tasks whose keys match the stage, in order."""
     return [task for task in tasks if any(fnmatchcase(task.key, pattern) for pattern in stage.tasks)]
 
 
@@ -290,8 +290,8 @@ def require_tasks(settings: TrainSettings, tasks: Sequence[Task]) -> None:
 
 
 def count_groups(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:
-    """Groups that a whole run plays and the tasks that they are drawn from: of all, or of the stages, where
-    those of the same patterns count as one.
+    """Return pairs of the number of groups of the whole run and the number of tasks that they are drawn
+    from: one pair for the run, or one per stage, where stages with the same patterns count as one.
     """
     size = settings.tasks_per_step
     if not settings.stages:
@@ -306,7 +306,7 @@ def count_groups(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[i
 
 
 def stage_metrics(settings: TrainSettings, *, step: int) -> dict[str, float]:
-    """The number of a training step's stage, from 1, under its declared name; empty where there is none."""
+    """The metric with the number of a step's stage, from 1; empty if there are no stages."""
     return {"stage/number": 1.0 + _stage_number(step, settings.stages)} if settings.stages else {}
 
 
@@ -348,13 +348,13 @@ _LONGEST: Final = 60  # characters of a question in a message
 
 
 def num_training_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> int:
-    """How many of the evaluation tasks are training tasks."""
+    """Return how many of the evaluation tasks are training tasks."""
     known = {_identity(task) for task in train}
     return sum(_identity(task) in known for task in evaluation)
 
 
 def kind_of_tasks(num_tasks: int, num_training: int) -> str:
-    """What evaluation tasks are called: ``held-out tasks`` if none of them is a training task."""
+    """Describe evaluation tasks: ``held-out tasks`` if none of them is a training task."""
     if not num_training:
         return "held-out tasks"
     if num_training >= num_tasks:
@@ -403,8 +403,8 @@ def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
 def task_notes(
     family: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: Sequence[Task]
 ) -> tuple[int, list[str]]:
-    """How many of the evaluation tasks are training tasks, and lines about that and about questions that
-    occur twice.
+    """Return how many of the evaluation tasks are training tasks, and lines about that and about repeated
+    questions.
     """
     split = settings.evaluation.split
     known = tasks_to_compare(family, settings, train, settings.evaluation)
@@ -441,8 +441,8 @@ def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence
 def tasks_to_compare(
     task_set: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: EvaluationSettings
 ) -> Sequence[Task]:
-    """The training tasks that evaluation tasks are compared with: those of the run, and in an evaluation
-    without training those of the recipe, if it has a file of them.
+    """Return the training tasks to compare evaluation tasks with: those of the run or, in an evaluation
+    without training, those of the recipe if it has a file of them.
     """
     if train or evaluation.split == "train":
         return train or split_tasks(task_set, "train")

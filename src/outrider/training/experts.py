@@ -1,4 +1,4 @@
-"""Questions of one's own have no expert: what needs one is refused at once, with the ways out."""
+"""Expert trajectories: requested from the environment or read from a file, for buffers and cold starts."""
 
 import json
 import logging
@@ -24,19 +24,19 @@ from outrider.trace import Trace
 from outrider.training.settings import BufferSettings, RunSettings
 from outrider.types import Step, Task, Trajectory
 
-# Which rollouts a buffer build has paid for already: the buffer keeps only the best of them, so it cannot
-# tell.
+# The rollouts that a buffer build has finished. The buffer does not contain all of them, because it retains
+# only the best ones.
 
 
 class CollectionLog:
-    """One JSON line per rollout that ended without a fault, beside the buffer file.
+    """One JSON line per rollout that ended without a fault, in a file next to the buffer.
 
-    A torn line is passed over: its rollout is played again and found in the buffer.
+    A torn line is ignored: its rollout is generated again and found in the buffer.
     """
 
     def __init__(self, buffer: Path) -> None:
         self.path = buffer.with_name(f"{buffer.name}.collected.jsonl")
-        if not buffer.exists():  # a log without its buffer speaks of another one
+        if not buffer.exists():  # the log belongs to a buffer that is gone
             self.path.unlink(missing_ok=True)
 
     def done(self) -> frozenset[str]:
@@ -59,11 +59,11 @@ class CollectionLog:
             for rollout in collected
             if rollout.trajectory is not None
         ]
-        # on a line of its own whatever a kill left behind
+        # begins with a line end, in case a kill left a torn line
         append(self.path, "".join(f"\n{line}\n" for line in lines).encode())
 
 
-# Experts' trajectories for the step-trace buffer, with the returns that the environment itself gave them.
+# Experts' trajectories for the step-trace buffer, with the returns of the environment.
 
 
 _PORTION = 32
@@ -72,7 +72,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlay:
-    """An expert's steps as the environment answered them. ``success`` is the environment's own verdict."""
+    """An expert's steps with the environment's observations. ``success`` is the environment's verdict."""
 
     trajectory: Trajectory
     success: bool
@@ -80,9 +80,9 @@ class ExpertPlay:
 
 @dataclass(slots=True, kw_only=True)
 class FillReport:
-    """Counts of asking the experts: ``present`` tasks had theirs in the buffer, ``without_expert`` have none,
-    ``fault`` ones broke, ``unsolved`` ones were offered with the return that they got. ``builds`` holds one
-    report per portion.
+    """Counts of tasks: ``present`` ones were in the buffer, ``without_expert`` ones have no expert,
+    ``fault`` ones were lost, ``unsolved`` ones were offered with their return. ``builds`` has one report
+    per portion.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -90,7 +90,7 @@ class FillReport:
     builds: list[BuildReport] = field(default_factory=list)
 
     def outcomes(self) -> str:
-        """The counts in words, for the person who has to find out why a buffer is empty."""
+        """Describe the counts, to explain why a buffer is empty."""
         num_low = sum(build.num_below_min_reward for build in self.builds)
         num_empty = sum(build.num_empty for build in self.builds)
         counts = {
@@ -109,16 +109,16 @@ class FillReport:
 def request_expert_path(
     task_set: TaskSet, task: Task, settings: RunSettings, *, seed: int
 ) -> Sequence[Step] | None:
-    """The expert's path through the episode that ``reset(seed)`` starts. Blocks, so it is for code outside of
+    """Return the expert's path through the episode that ``reset(seed)`` starts. Blocks, so call it outside of
     an event loop.
 
-    Raises ToolFault or EnvironmentFault when infrastructure broke or ``train.expert_timeout_s`` is over. A
-    mistake in the settings that only shows here (ConfigError, ToolUnavailable) stays what it is.
+    Raises ToolFault or EnvironmentFault if infrastructure failed or after ``train.expert_timeout_s``. Errors
+    of the settings (ConfigError, ToolUnavailable) are raised unchanged.
     """
     try:
         return run_timed(task_set.expert, task, seed, timeout_s=settings.train.expert_timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
-        task_set.close()  # the call may go on in its thread, and hold what the next one needs
+        task_set.close()  # the call may still run in its thread and use what the next one needs
         if isinstance(fault.__cause__, OutriderError):
             raise fault.__cause__ from fault
         raise
@@ -132,12 +132,10 @@ def request_expert_paths(
     training_step: int,
     on_task_done: Callable[[int], None] = lambda num_done: None,
 ) -> tuple[dict[str, Sequence[Step] | None], list[str]]:
-    """Task key -> steps (None: there is no expert) of every task, and why the others could not be asked, one
-    reason per task.
+    """Return the steps by task key (None: no expert), and one reason per task whose expert failed.
 
-    Each is asked for the episode that the task's rollouts play in ``training_step``: their reset has the same
-    seed. A fault is tried again ``train.max_retries`` times. What the family started for its experts is
-    closed in the end.
+    The paths are for the episodes of ``training_step``, whose reset has the same seed. A fault is retried
+    ``train.max_retries`` times. The task set's experts are closed at the end.
     """
     paths: dict[str, Sequence[Step] | None] = {}
     reasons: dict[str, str] = {}
@@ -158,12 +156,10 @@ def request_expert_paths(
 def play_expert(
     task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings
 ) -> ExpertPlay | None:
-    """Play the expert's path in a fresh environment, both with the run's seed: the buffer is of no training
-    step.
+    """Roll out the expert's path in a new environment; None if there is no expert.
 
-    None where there is no expert.
-
-    Raises ToolFault or EnvironmentFault when infrastructure broke or hangs.
+    Both have the run's seed, because a buffer belongs to no training step. Raises ToolFault or
+    EnvironmentFault if infrastructure failed or hangs.
     """
     steps = request_expert_path(task_set, task, settings, seed=settings.seed)
     if not steps:
@@ -192,10 +188,10 @@ def fill_buffer(
     *,
     count_tokens: TokenCounter | None = None,
 ) -> FillReport:
-    """Add the expert's trajectory of every task that lacks it, a portion of tasks at a time.
+    """Add the expert's trajectory of every task that has none in the buffer, a portion of tasks at a time.
 
-    Without ``count_tokens`` their lengths stay unknown. A fault is tried again ``train.max_retries`` times,
-    then counted and left out.
+    Without ``count_tokens`` their lengths are unknown. A fault is retried ``train.max_retries`` times, then
+    counted and skipped.
     """
     report = FillReport()
     questions = {task.key: task.question for task in tasks}
@@ -216,7 +212,7 @@ def fill_buffer(
                     count_tokens=count_tokens,
                 )
             )
-        note(f"buffer: experts of {start + len(portion)} of {len(tasks)} tasks asked, {len(buffer)} steps")
+        note(f"buffer: expert paths of {start + len(portion)} of {len(tasks)} tasks, {len(buffer)} steps")
     outcomes = {name: count for name, count in report.counts.items() if count and name != "present"}
     if outcomes:
         counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in outcomes.items())
@@ -227,11 +223,12 @@ def fill_buffer(
 def read_demonstrations(
     file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
 ) -> dict[str, Sequence[Step] | None]:
-    """Task key -> steps of its trajectory with the highest reward in a file, the first of equals.
+    """Return the steps by task key of the trajectory with the highest reward in a file (of equal ones, the
+    first).
 
-    A record belongs to the task of its ``task_key``; one without a key, to the task with its question. Raises
-    DataError for a file that cannot be used, or holds nothing for any of ``tasks``, and for demonstrations
-    whose calls ``environment`` cannot read. Logs what was left out of the file's chats.
+    A record belongs to the task of its ``task_key`` or, without a key, to the task with its question. Raises
+    DataError for a file that cannot be used or has nothing for ``tasks``, and for demonstrations whose calls
+    ``environment`` cannot parse. Logs what was left out of the file's chats.
     """
     imported = import_trajectories(file)
     keys = {task.key for task in tasks}
@@ -249,8 +246,8 @@ def read_demonstrations(
                 best[key] = trajectory
     if not keys & best.keys():
         raise DataError(
-            f"{file} holds no demonstration of a training task: the task keys "
-            "and questions of its records are others"
+            f"{file} holds no demonstration of a training task: "
+            "its records have other task keys and questions"
         )
     if imported.dropped:
         dropped = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
@@ -261,8 +258,8 @@ def read_demonstrations(
 
 
 def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: EnvironmentSettings) -> None:
-    """Whether the environment reads the calls of demonstrations. Raises DataError if it reads none of them,
-    and logs which of them it cannot read.
+    """Check that the environment can parse the calls of demonstrations. Raises DataError if it can parse
+    none of them, and logs those that it cannot parse.
     """
     names = environment.tool_names()
     native_names = [
@@ -299,7 +296,7 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
 
 
 def _describe_action_format(environment: EnvironmentSettings) -> str:
-    """What an environment without native calls reads, and what to do."""
+    """Describe the actions of an environment without native calls, and what to do."""
     forms = ", ".join(CALL_FORMATS)
     if environment.keeps_conversations:
         return f"environment.tool_calls names no form of calls: set it to one of {forms}"

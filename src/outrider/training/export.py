@@ -12,11 +12,11 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import make_policy
 
 RENDERING: Final = "outrider.json"
-"""In an exported folder: how the conversations were rendered that the weights were trained on."""
+"""File in an exported folder that records how the conversations of the training were rendered."""
 
 
 def write_rendering(folder: Path, settings: RunSettings) -> None:
-    """For whoever serves the weights: contexts are as in training where a server renders them alike."""
+    """Write the rendering of conversations, so that a server of the weights can use the same."""
     rendering = {
         "template_kwargs": settings.model.template_kwargs,
         "history_thinking": settings.model.history_thinking,
@@ -26,7 +26,7 @@ def write_rendering(folder: Path, settings: RunSettings) -> None:
 
 
 def find_checkpoint(run: Path, step: int | None) -> Path:
-    """The newest checkpoint of a run, or that of a step. Raises CheckpointError where there is none."""
+    """Return the newest checkpoint of a run, or that of a step. Raises CheckpointError if there is none."""
     if not (run / RECORD).is_file():
         raise CheckpointError(f"{run} is no run directory: it has no {RECORD}")
     checkpoints = {checkpoint_step(path): path for path in checkpoints_newest_first(run / "checkpoints")}
@@ -41,11 +41,10 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
 
 
 def export_run(run: Path, out: Path, *, checkpoint: Path | None = None) -> Path:
-    """Write model, tokenizer and configuration into the new folder ``out``; the checkpoint that they are of,
-    which is the newest where none is given.
+    """Write model, tokenizer and configuration into the new folder ``out``, with adapters merged. Returns the
+    checkpoint, by default the newest one.
 
-    Adapters are merged. Any number of processes may have written it. Raises CheckpointError where there is
-    none, and ConfigError for a folder that is not empty.
+    Raises CheckpointError if there is none, and ConfigError if the folder is not empty.
     """
     checkpoint = checkpoint or find_checkpoint(run, None)
     settings = recorded_settings(run / RECORD)

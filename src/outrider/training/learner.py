@@ -1,5 +1,5 @@
-"""What learns in a run, as the trainer and the run's state ask it: one process here, many in
-``outrider.distributed``.
+"""The learner of a run: weights, optimizer and reference, in this process or in several
+(:mod:`outrider.distributed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +21,10 @@ OnStep = Callable[[int, int, dict[str, float]], None]
 
 
 class Learner(Protocol):
-    """The weights in training, their optimiser, and the frozen reference where a run needs one.
+    """The weights in training, their optimizer, and the frozen reference if the run needs one.
 
-    ``language_model`` is what an engine in this process generates with: its weights are the newest ones after
-    every method that moves them. ``trained`` are the names of the parameters that move.
+    An engine in this process generates with ``language_model``, which has the newest weights after every
+    method that changes them.
     """
 
     @property
@@ -33,23 +33,23 @@ class Learner(Protocol):
         ...
 
     @property
-    def trained(self) -> frozenset[str]:
-        """Names of the parameters that move."""
+    def trained_parameters(self) -> frozenset[str]:
+        """Names of the parameters that train."""
         ...
 
     @property
     def num_steps(self) -> int:
-        """Optimiser steps since the optimiser was fresh."""
+        """Steps since the optimizer was created or reset."""
         ...
 
     @property
     def learning_rate(self) -> float:
-        """Of the newest optimiser step."""
+        """Learning rate of the newest optimizer step."""
         ...
 
     @property
     def has_reference(self) -> bool:
-        """Whether the run has one."""
+        """Whether the run has a frozen reference."""
         ...
 
     def update(
@@ -61,7 +61,7 @@ class Learner(Protocol):
         version: int | None = None,
         probes: Sequence[Trace] = (),
     ) -> UpdateReport:
-        """The optimiser steps of a training step (:func:`outrider.training.update.update`)."""
+        """Make the optimizer steps of a training step (:func:`outrider.training.update.update`)."""
         ...
 
     def score(self, traces: Sequence[Trace]) -> None:
@@ -69,33 +69,35 @@ class Learner(Protocol):
         ...
 
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
-        """The cold start, and a fresh optimiser after it (:mod:`outrider.training.cold_start`)."""
+        """Run the cold start (:mod:`outrider.training.cold_start`) and reset the optimizer."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Weights and optimiser as safetensors, into an existing folder. Raises OSError."""
+        """Write weights and optimizer as safetensors into an existing folder. Raises OSError."""
         ...
 
     def load(self, folder: Path, *, num_steps: int) -> None:
-        """What :meth:`save` wrote, by any learner. Raises CheckpointError."""
+        """Load what :meth:`save` of any learner wrote. Raises CheckpointError."""
         ...
 
     def freeze_reference(self, path: Path) -> int:
-        """The reference is the policy as it is now; its weights go into a file, whose checksum it is."""
+        """Make the current policy the reference, write its weights into a file, and return the file's
+        checksum.
+        """
         ...
 
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
-        """What :meth:`freeze_reference` wrote. Raises CheckpointError."""
+        """Load what :meth:`freeze_reference` wrote. Raises CheckpointError."""
         ...
 
     def export(self, folder: Path) -> None:
-        """The policy with its tokenizer as a Hugging Face folder for an engine, whose log-probs every update
-        compares with the trainer's: the folder is not checked here.
+        """Write the policy and its tokenizer as a Hugging Face folder for an engine. The folder is not
+        checked, because every update compares the engine's log-probs with the trainer's.
         """
         ...
 
     def close(self) -> None:
-        """End what was started for it; may be called twice."""
+        """End the learner's processes; may be called twice."""
         ...
 
 
@@ -112,7 +114,7 @@ class LocalLearner:
         return self.policy.language_model
 
     @property
-    def trained(self) -> frozenset[str]:
+    def trained_parameters(self) -> frozenset[str]:
         return frozenset(self.policy.masters)
 
     @property
@@ -143,7 +145,7 @@ class LocalLearner:
             settings=self.settings.update,
             token_loss=algorithm.token_loss,
             reference=self.reference,
-            # an engine elsewhere has weights of its own
+            # engines in other processes have their own weights
             gate_always=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
             version=version,
             probes=probes,

@@ -1,7 +1,6 @@
-"""Packing: trees of tokens into one row without padding, a shared beginning computed once, only policy tokens
-scored.
+"""Packing of trees of tokens into one row without padding: shared prefixes are computed once, and only policy
+tokens are scored. :mod:`outrider.engines.local.attention` runs packed rows.
 
-Packed rows are what :mod:`outrider.engines.local.attention` runs.
 Shape letters: N packed tokens, U scored (policy) tokens, T entries: the scored tokens of every rollout.
 """
 
@@ -14,20 +13,23 @@ from torch import Tensor
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.trace import Node, split_contexts
 
-_NodeKey = tuple[
-    int, tuple[int, ...]
-]  # of a node in the packed trees: the number of the place before it (-1: a root), and its tokens
+# Of a node in the packed trees: the number of its parent (-1: none) and its tokens.
+_NodeKey = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPath:
-    """One rollout to train on: its nodes from the root, its number in the global mini-batch, and in its group
-    (``rollout``).
+    """One rollout to train on.
 
-    ``group`` is the number of its group there: rollouts of one group share their beginnings.
-    ``nodes_with_tips`` are the nodes of the rendering that the policy acted in, where that is another one
-    (tips that the update leaves out). ``succeeded`` is the environment's verdict. ``is_replayed``: an earlier
-    policy wrote it. ``first_ordinal`` is the number of the first trained token of a part of a rollout.
+    Attributes:
+        nodes: its nodes from the root.
+        rollout_index: its number in the mini-batch of all ranks.
+        rollout: its number in its group.
+        group: the number of its group in the mini-batch; rollouts of one group share prefixes.
+        nodes_with_tips: nodes of the rendering that the policy acted in, if the update leaves out tips.
+        succeeded: the environment's verdict.
+        is_replayed: whether an earlier policy wrote it.
+        first_ordinal: the number of the first trained token, if this is a part of a rollout.
     """
 
     nodes: Sequence[Node]
@@ -42,14 +44,14 @@ class RolloutPath:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedBatch:
-    """One micro-batch. Every rollout's trained tokens are entries T; a token that several rollouts share is
-    computed once (U).
+    """One micro-batch. Every trained token of every rollout is an entry T; a token that several rollouts
+    share is computed once (U).
 
-    ``predictors_U`` index the packed position whose output predicts each scored token; ``token_T`` is the
-    token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a number
-    of its rollout's turn. ``is_off_policy_T`` marks tokens that the policy did not write in this step:
+    ``predictors_U`` index the packed position whose output predicts each scored token. ``token_T`` is the
+    scored token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a
+    number of its rollout's turn. ``is_off_policy_T`` marks tokens that the policy did not write in this step:
     demonstrations, whose engine log-prob is 0, and replayed rollouts. ``version_T`` is the version of the
-    weights that sampled a token, -1 where none is known.
+    weights that sampled a token, or -1.
     """
 
     ids_N: Tensor
@@ -138,17 +140,17 @@ class _Builder:
         paths_by_node: dict[int, list[RolloutPath]] = {}
         for sequence in sequences:
             paths_by_node.setdefault(id(sequence.nodes[depth]), []).append(sequence)
-        trained = [
+        training = [
             entry
             for paths in paths_by_node.values()
             for entry in advantages_by_rollout(paths[0].nodes[depth], paths)
         ]
         # One number per rollout that trains the turn: turn-level ratios and masks never mix two rollouts.
-        first_turn, self.num_turns = self.num_turns, self.num_turns + len(trained)
+        first_turn, self.num_turns = self.num_turns, self.num_turns + len(training)
         for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
             # Nothing predicts the first token of a root, so it has no log-prob.
-            if trained and previous is not None:
-                for turn, (sequence, advantages, scale) in enumerate(trained, start=first_turn):
+            if training and previous is not None:
+                for turn, (sequence, advantages, scale) in enumerate(training, start=first_turn):
                     node = sequence.nodes[depth]
                     index = sequence.rollout_index
                     # Along the rollout, not the row: the same in any split and in the other rendering.
@@ -156,7 +158,7 @@ class _Builder:
                     ordinal = self.num_trained.get(sample, sequence.first_ordinal)
                     self.num_trained[sample] = ordinal + 1
                     off_policy = sequence.is_replayed or not node.trainable
-                    # a demonstrator is taken to have been certain
+                    # a demonstrator is assumed to have been certain
                     engine = node.logprobs[offset] if node.trainable else 0.0
                     version = -1 if node.weight_version is None else node.weight_version
                     self.entries.append(
@@ -239,7 +241,7 @@ def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[Packe
     """Micro-batches of at most ``max_tokens`` unique tokens (a longer single rollout gets its own), in order.
 
     Rollouts that fall into one micro-batch share their common beginning; the loss is the same for any split.
-    A rollout whose context began anew is several samples, which stay together.
+    The samples of a rollout with several contexts stay together.
     """
     waiting: list[RolloutPath] = []
     counted: dict[_NodeKey, int] = {}
@@ -257,9 +259,7 @@ def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[Packe
 
 
 def _count_new(sequence: RolloutPath, counted: dict[_NodeKey, int]) -> int:
-    """Tokens that a rollout adds to a micro-batch, whose places are ``counted``; its own are counted from now
-    on.
-    """
+    """Return the tokens that a rollout adds to the nodes in ``counted``, and add its nodes."""
     size, parent = 0, -1
     for node in sequence.nodes:
         if node.restarts:
@@ -283,7 +283,7 @@ def _build_batch(sequences: Sequence[RolloutPath]) -> PackedBatch:
 
 
 def _samples(sequence: RolloutPath) -> Sequence[RolloutPath]:
-    """The rollout once for every context that it was played in."""
+    """Split a rollout into one sample per context."""
     parts = split_contexts(sequence.nodes)
     if len(parts) == 1:
         return [sequence]

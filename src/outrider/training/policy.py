@@ -42,15 +42,15 @@ from outrider.training.settings import LoraSettings, OptimizerSettings
 
 # Log-probs of given tokens and entropies from hidden states, in blocks: no tensor of all logits in memory.
 #
-# In float32 or better the probabilities of the first block are kept: the backward pass writes the gradient of
-# the logits into their memory, which it would need anyway. Those of other blocks are computed again. Blocks
-# are large because the product packs all of the vocabulary's weights at every call; what follows goes a few
-# rows at a time, which stay in the processor's cache.
-# Shape letters: T scored tokens, B tokens of a block, C tokens of a chunk, E hidden size, V vocabulary.
+# In float32 or better the probabilities of the first block are saved: the backward pass writes the gradient
+# of the logits into their memory, which it would need anyway. Those of other blocks are computed again.
+# Blocks are large because the product packs all of the vocabulary's weights at every call; the softmax runs
+# on a few rows at a time, which stay in the processor's cache. Shape letters: T scored tokens, B tokens of a
+# block, C tokens of a chunk, E hidden size, V vocabulary.
 
 
 _BLOCK = 512  # rows of one product: 100 MB of float32 logits at 49,152 entries
-_CHUNK = 128  # rows of the general way, and on a GPU
+_CHUNK = 128  # rows of a softmax on a GPU, and of heads that are no plain linear layer
 _CPU_CHUNK = 16  # 3 MB of float32 logits: they stay in the last-level cache between the steps of a softmax
 
 
@@ -81,7 +81,7 @@ def _scores(hidden_CE: Tensor, targets_C: Tensor, head: nn.Module) -> tuple[Tens
 
 
 def score_logits(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of logits that are there: log-probs with gradient, entropies without."""
+    """Like :func:`score_tokens` for given logits: log-probs with gradient, entropies without."""
     logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
     with torch.no_grad():
         entropies_C = _entropies(logprobs_CV.exp(), logprobs_CV)
@@ -118,7 +118,7 @@ class _ScoreTokens(torch.autograd.Function):
             logits_BV = linear(hidden_BE, weight_VE, bias_V)
             for logits_CV, targets_C in zip(logits_BV.split(size), targets_B.split(size), strict=True):
                 logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
-                # The logits are spent once their log-probs are there.
+                # The logits are not needed after their log-probs.
                 probs_CV = torch.exp(logprobs_CV, out=logits_CV) if saves_block else logprobs_CV.exp()
                 pieces.append((_chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)))
             if saves_block:
@@ -162,7 +162,7 @@ class _ScoreTokens(torch.autograd.Function):
 def _project_to_vocabulary(
     hidden_BE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, memory_BV: Tensor | None
 ) -> Tensor:
-    """In the memory of an earlier block where there is one."""
+    """Compute logits, in the memory of an earlier block if there is one."""
     if memory_BV is None:
         return linear(hidden_BE, weight_VE, bias_V)
     logits_BV = torch.mm(hidden_BE, weight_VE.t(), out=memory_BV[: len(hidden_BE)])
@@ -170,7 +170,7 @@ def _project_to_vocabulary(
 
 
 def _grad_logits(memory_BV: Tensor, targets_B: Tensor, grad_B: Tensor, is_known: bool) -> Tensor:
-    """In the place of the probabilities where they are known, else of the logits."""
+    """Replace the probabilities, or if they are not known the logits, by the gradient of the logits."""
     size = _chunk(memory_BV)
     chunks = (tensor.split(size) for tensor in (memory_BV, targets_B, grad_B))
     for memory_CV, targets_C, grad_C in zip(*chunks, strict=True):
@@ -212,8 +212,9 @@ class Scoring(nn.Module):
 
 
 class UnpackedScoring(nn.Module):
-    """The same numbers for a model of the unpacked path: every sequence of the row runs alone, and a shared
-    token is scored in one of them, so that the gradients of its rollouts add up as they do in a packed row.
+    """Like :class:`Scoring` for a model of the unpacked path: every sequence of the row runs alone. A
+    shared token is scored in one of them, so that the gradients of its rollouts add up as in a packed
+    row.
     """
 
     def __init__(self, model: PreTrainedModel, unpacked: Unpacked) -> None:
@@ -250,10 +251,9 @@ class UnpackedScoring(nn.Module):
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:
-    """Sum of squares of all entries of all tensors in float64, which ranks can add; NaN and infinity come
-    through.
+    """Sum of squares of all entries in float64, which ranks can add; NaN if an entry is not finite.
 
-    In float32 the norm of an embedding is off by 1e-5, and by another amount if the gradient is in shards;
+    In float32 the norm of an embedding is off by 1e-5, and by another amount if the gradient is sharded;
     clipping would carry that into the weights.
     """
     norms = [float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) for gradient in gradients]
@@ -262,25 +262,25 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> float:
 
 @torch.no_grad()
 def clip(gradients: Iterable[Tensor], *, norm: float, max_norm: float) -> None:
-    """Scale all of them so that their global norm, which is ``norm`` now, is at most ``max_norm``."""
+    """Scale all gradients so that their global norm, ``norm``, becomes at most ``max_norm``."""
     scale = max_norm / (norm + 1e-6)
-    if scale < 1.0:  # not where the norm is NaN: nothing is stepped on then
+    if scale < 1.0:  # false for a norm of NaN, whose step is skipped
         for gradient in gradients:
             gradient.mul_(scale)
 
 
 # The processes (ranks) that compute one update together; here there is one.
 #
-# Every rank has all rollouts of a step and computes some of them. All ranks must take the same decisions,
-# because a rank that continues alone waits for the others forever. Decisions therefore use the values that
-# :meth:`Ranks.gather` returns.
+# Every rank has all rollouts of a step and computes some of them. All ranks must make the same decisions,
+# because a rank that continues alone waits for the others forever. Decisions therefore use the values of
+# :meth:`Ranks.gather`.
 
 
 ValueT = TypeVar("ValueT")
 
 
 class Ranks(Protocol):
-    """``rank`` 0 of ``size`` is the one that counts what all of them know."""
+    """``rank`` of ``size``; rank 0 counts the values that all ranks know."""
 
     rank: int
     size: int
@@ -290,7 +290,9 @@ class Ranks(Protocol):
         ...
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
-        """Those of ``paths``, which are the same on all ranks, that this one computes; each is somewhere."""
+        """The part of ``paths`` that this rank computes; ``paths`` are the same on all ranks, and each is
+        computed once.
+        """
         ...
 
 
@@ -308,21 +310,20 @@ class SingleRank:
 
 
 def pack_for_rank(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
-    """The micro-batches of this rank's rollouts. Beside others the largest come first, so that passes of like
-    size meet.
+    """Return the micro-batches of this rank's rollouts. With several ranks the largest come first, so
+    that ranks compute batches of similar size at the same time.
     """
     batches = list(pack(paths, max_tokens=max_tokens))
     return batches if ranks.size == 1 else sorted(batches, key=lambda batch: -batch.num_tokens)
 
 
 def padded_micro_batches(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterator[PackedBatch | None]:
-    """The micro-batches, and None as often as another rank has more: a forward needs every rank.
+    """Yield the micro-batches, and None as often as another rank has more, because a forward pass needs every
+    rank.
 
-    For None a rank calls :meth:`outrider.training.policy.Scorer.dummy_forward` where the others score.
+    For None a rank calls :meth:`outrider.training.policy.Scorer.dummy_forward`.
     """
-    max_batches = max(
-        ranks.gather(len(batches))
-    )  # before the first: the ranks are at one place now, and not later
+    max_batches = max(ranks.gather(len(batches)))  # before the first batch, while the ranks are in step
     yield from batches
     yield from [None] * (max_batches - len(batches))
 
@@ -393,16 +394,16 @@ def require_shapes(
 _NUM_TOKENS: Final = 12
 _STARTS: Final = (1, 101, 1009)  # first ids of the sequences that are tried
 _LIMITS: Final = {torch.bfloat16: 0.2, torch.float32: 0.001}
-"""Share of what a context changes in the logits. Merged weights are rounded once more than adapters beside
-them, and attention is computed by another implementation.
+"""Limit relative to the effect of a context on the logits. Merged weights are rounded once more than separate
+adapters, and attention is computed by another implementation.
 """
 
 
 @torch.no_grad()
 def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
-    """Load the folder as everybody does, and compare. Raises ModelError where a weight is missing or has
-    another name or shape, or where the logits of all of a few sequences differ by more than rounding. One
-    that agrees is enough: in another one a router may choose another expert because of rounding.
+    """Load the folder with transformers and compare. Raises ModelError if a weight is missing or has
+    another name or shape, or if the logits of a few sequences all differ by more than rounding. One equal
+    sequence is enough: in another one a router may choose another expert because of rounding.
     """
     model = language_model.model
     loaded, _ = read_weights(str(folder), "as exported", dtype=model.dtype, attention=EAGER)
@@ -413,7 +414,7 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     for start in _STARTS:
         ids = torch.arange(start, start + _NUM_TOKENS) % vocabulary_size
         ours, theirs = _logits(language_model, ids), compute_logits(loaded, ids, every).float()
-        # what the first half changes in the predictions of the second
+        # the effect of the first half on the predictions of the second
         context = (theirs[half:] - compute_logits(loaded, ids[half:], every[:-half]).float()).norm()
         difference = (ours - theirs).norm()
         if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
@@ -427,7 +428,7 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
 
 
 def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
-    """[N, V], as the policy is computed in training."""
+    """Logits [N, V] of the policy as computed in training."""
     device = language_model.device
     every = torch.arange(len(ids_N), device=device)
     if language_model.unpacked is not None:
@@ -448,8 +449,8 @@ class TokenScores:
 
 
 class Scorer:
-    """A language model that scores packed tokens; alone it is a frozen reference (KL term). ``uses_flex``: a
-    micro-batch is one call of flex attention (:mod:`outrider.engines.local.attention`).
+    """A language model that scores packed tokens, for example the frozen reference of the KL term.
+    ``uses_flex``: a micro-batch is one call of flex attention (:mod:`outrider.engines.local.attention`).
     """
 
     def __init__(
@@ -476,7 +477,9 @@ class Scorer:
         return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
 
     def num_computed_tokens(self, batch: PackedBatch) -> int:
-        """Tokens that :meth:`score` computes; on the unpacked path a shared one once for every sequence."""
+        """Tokens that :meth:`score` computes; on the unpacked path a shared token counts once per
+        sequence.
+        """
         unpacked = self.language_model.unpacked
         if unpacked is None:
             return batch.num_tokens
@@ -486,7 +489,7 @@ class Scorer:
         )
 
     def dummy_forward(self) -> Tensor:
-        """A pass for the sake of other ranks, over two tokens; a loss of 0, which has a gradient of zeros."""
+        """A pass over two tokens for the sake of other ranks; its loss of 0 has a gradient of zeros."""
         device = self.language_model.device
         ids_N, index_U = torch.zeros(2, dtype=torch.long, device=device), torch.zeros(1, dtype=torch.long)
         plan = TreePlan(segments=(Segment(length=2),))
@@ -497,11 +500,11 @@ class Scorer:
 
 
 class Policy(Scorer):
-    """A language model with its optimiser. ``checkpoint_activations``: layers are computed again in the
+    """A language model with its optimizer. ``checkpoint_activations``: layers are computed again in the
     backward pass.
 
-    ``trained_layers``: only the last so many layers (and the norm behind them) train. Nothing below has a
-    gradient, and no backward pass runs through it. Raises ModelError where the model has fewer layers.
+    ``trained_layers``: only this number of last layers and the norm after them train; the backward pass ends
+    there. Raises ModelError if the model has fewer layers.
     """
 
     def __init__(
@@ -521,7 +524,7 @@ class Policy(Scorer):
             choose_trained(self.model, lora=lora, trained_layers=trained_layers, seed=seed)
         if checkpoint_activations:
             checkpoint_layers(self.model)
-        # Tied embeddings have one name here, hence one master and one optimiser state.
+        # Tied embeddings have one name here, hence one master and one optimizer state.
         self.working: dict[str, nn.Parameter] = {
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
@@ -553,18 +556,16 @@ class Policy(Scorer):
 
     @property
     def learning_rate(self) -> float:
-        """The settings' rate at the step that ``num_steps`` counts last, 0 before the first step of a
-        warm-up.
-        """
+        """The settings' rate at step ``num_steps``; 0 before the first step of a warm-up."""
         warm = min(1.0, self.num_steps / self.settings.warmup_steps) if self.settings.warmup_steps else 1.0
         return self.settings.learning_rate * warm
 
     def step(self, *, learning_rate: float | None = None) -> float:
-        """Clip, apply, round into the working copy; the gradient norm before clipping.
+        """Clip, apply, round into the working copy; return the gradient norm before clipping.
 
-        A gradient of zero is no step: the moments alone would move the weights. A norm that is not finite
-        skips the step (the caller counts it): one bad batch must not destroy the weights. A skipped step
-        does not advance the warm-up.
+        A gradient of zero makes no step, because the moments alone would move the weights. A norm that is not
+        finite skips the step (the caller counts it), because one bad batch must not destroy the weights. A
+        skipped step does not advance the warm-up.
         """
         gradients = [master.grad for master in self.masters.values() if master.grad is not None]
         norm = self._norm(gradients)
@@ -585,7 +586,7 @@ class Policy(Scorer):
         return math.sqrt(sum_of_squares(gradients))
 
     def drop_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     @torch.no_grad()
@@ -600,7 +601,7 @@ class Policy(Scorer):
         export(self.language_model, folder)
 
     def save(self, folder: Path) -> None:
-        """Masters and moments into an existing folder. Raises OSError and SafetensorError."""
+        """Write masters and moments into an existing folder. Raises OSError and SafetensorError."""
         # safetensors takes no views with strides.
         save_file({name: tensor.contiguous() for name, tensor in self.masters.items()}, folder / MASTERS)
         moments = {
@@ -612,15 +613,15 @@ class Policy(Scorer):
 
     @torch.no_grad()
     def load(self, folder: Path, *, num_steps: int) -> None:
-        """Masters, working copy and moments of a checkpoint. Raises CheckpointError for one of another model,
-        OSError, ValueError and SafetensorError for one that is damaged.
+        """Load masters, working copy and moments of a checkpoint. Raises CheckpointError for one of
+        another model, and OSError, ValueError or SafetensorError for a damaged one.
         """
         tensors = read_tensors(folder, with_optimizer=True)
         masters = {name: tensor for name, tensor in tensors.items() if "/" not in name}
         require_shapes(folder, _shapes(self.masters), _shapes(masters))
         self.optimizer.state.clear()
         for name, master in self.masters.items():
-            # In place: the optimiser refers to these very tensors.
+            # In place, because the optimizer refers to these tensors.
             master.copy_(masters[name])
             moments = {
                 key.split("/", 1)[0]: value.to(master.device)
@@ -630,16 +631,16 @@ class Policy(Scorer):
             if moments:
                 self.optimizer.state[master] = moments
         self.num_steps = num_steps
-        # The working copy is in no checkpoint: it follows from the masters.
+        # Checkpoints do not contain the working copy, which follows from the masters.
         self.round_masters()
 
     def fresh_optimizer(self) -> None:
-        """Forget the moments: the cold start's do not belong to reinforcement learning."""
+        """Reset the moments: those of the cold start do not belong to reinforcement learning."""
         self.optimizer.state.clear()
         self.num_steps = 0
 
     def frozen_copy(self) -> Scorer:
-        """The policy as it is now, in its own memory and never trained."""
+        """Return a copy of the current policy that never trains."""
         model = copy.deepcopy(self.model)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -647,20 +648,20 @@ class Policy(Scorer):
 
 
 def checkpoint_layers(model: nn.Module) -> None:
-    """Its layers keep their inputs only, and are computed again in the backward pass."""
+    """Make the layers save only their inputs and compute again in the backward pass."""
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.forward = MethodType(_checkpointed, module)
 
 
 def _checkpointed(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-    """A layer that keeps its inputs only. transformers' own switch works in training mode, which would turn
-    dropout on.
+    """Forward of a checkpointed layer. transformers' own switch needs training mode, which would turn on
+    dropout.
     """
     # The class's method: the instance's own `forward` is this function.
     forward = partial(type(self).forward, self)
     return (
-        # Reentrant checkpointing has no gradient where only weights inside, not the inputs, ask for one.
+        # Reentrant checkpointing has no gradient if only weights inside, and not the inputs, require one.
         checkpoint(forward, *arguments, use_reentrant=False, **options)
         if torch.is_grad_enabled()
         else forward(*arguments, **options)
@@ -692,11 +693,11 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def set_threads(num_threads: int, *, device: str = "cpu") -> None:
-    """The one place where torch's thread count is set, and its deterministic mode switched on.
+    """Set torch's thread count and its deterministic mode.
 
-    Same bits are promised on CPU; on a GPU an operation without a deterministic form warns. It has to be
-    called before the first product on a GPU: cuBLAS reads then how much memory its products may use, and
-    with a fixed amount their order of sums is fixed too.
+    The same bits are promised on CPU only; on a GPU an operation without a deterministic form warns. Call
+    this before the first product on a GPU: cuBLAS then reads how much memory its products may use, and a
+    fixed amount fixes their order of sums.
     """
     if device != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

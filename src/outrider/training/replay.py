@@ -1,7 +1,7 @@
-"""``outrider replay``: play a recorded step's rollouts again, without a model, and compare with the record.
+"""``outrider replay``: repeat a recorded step's rollouts without a model and compare them with the record.
 
-The recorded texts of the policy go straight to the configured environment, so nothing is tokenised a second
-time. What is compared: prompt, observations, how the episode ended and its return, all exactly.
+The recorded texts of the policy are the actions in the configured environment, so nothing is tokenized a
+second time. Prompt, observations, outcome and return must be equal.
 """
 
 import json
@@ -37,8 +37,8 @@ _MAX_CELL = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first place where a rollout's replay leaves its record. ``turn`` is None for the prompt and the
-    end.
+    """The first difference between a rollout's replay and its record. ``turn`` is None for the prompt and
+    the end.
     """
 
     kind: str
@@ -60,18 +60,18 @@ class _Recorded:
 
 
 def replay_step(run: Path, step: int) -> int:
-    """Replay ``traces`` of a training step and print what differs; 0 when nothing does, 1 otherwise.
+    """Replay the rollouts of a training step and print the differences; returns 0 if there are none, else 1.
 
-    Rollouts that ended in a fault are not on file, so they are counted but not played.
-    Raises DataError when the run, the step or a task of it is missing.
+    Rollouts that ended in a fault are not recorded, so they are counted but not replayed. Raises DataError if
+    the run, the step or one of its tasks is missing.
     """
     if not (run / "config.toml").exists():
         raise DataError(f"{run} is no run directory: it has no config.toml")
     settings = recorded_settings(run / "config.toml")
     if getattr(settings.environment, "max_batch_calls", None) is not None:
         raise DataError(
-            "environment.max_batch_calls: whose calls were refused follows "
-            "from the whole batch, not from one rollout"
+            "environment.max_batch_calls: which calls were refused depends on the whole batch, so single "
+            "rollouts cannot be replayed"
         )
     rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
     if not rollouts:
@@ -145,7 +145,7 @@ def _replay(
         for row in rollout.path
         for text in (*([_action_text(row)] if _is_action(row, settings) else []), *_attempted_actions(row))
     ]
-    # the file of step n holds the rollouts before update n
+    # the file of step n has the rollouts before update n
     seed = reset_seed(settings.seed, step - 1, task.key)
     try:
         timeout_s = settings.limits.step_timeout_s
@@ -156,23 +156,19 @@ def _replay(
 
 
 def _is_action(row: TraceRow, settings: RunSettings) -> bool:
-    """Whether the environment saw the node as an action: policy turns, and retrieved steps that were
-    executed.
-    """
+    """Whether the environment executed the node: policy turns, and retrieved steps in mode ``execute``."""
     return row.origin in _ACTION_ORIGINS or (
         row.origin is Origin.BUFFER and settings.algorithm.executes_retrieved
     )
 
 
 def _action_text(row: TraceRow) -> str:
-    """Text that the environment read. Earlier records of executed actions have no action apart from what was
-    shown.
-    """
+    """The text that the environment executed. Records of older versions have only the text that was shown."""
     return row.text if row.origin in _ACTION_ORIGINS else str(_metadata(row).get("action", _inner_text(row)))
 
 
 def _attempted_actions(row: TraceRow) -> Sequence[str]:
-    """Retrieved actions behind a node of which no text tells: they were refused, or found no room."""
+    """Retrieved actions after a node that no node contains: they were refused, or did not fit."""
     actions = _metadata(row).get("attempted", [])
     return [str(action) for action in actions] if isinstance(actions, list) else []
 
@@ -211,12 +207,12 @@ def _compare_end(
     settings: RunSettings,
 ) -> Difference | None:
     leaf = recorded[-1]
-    if last is not None and last.done:  # as the rollout loop names an end that the environment declared
+    if last is not None and last.done:  # the environment ended the episode
         is_cut = leaf.origin in _ACTION_ORIGINS and _metadata(leaf).get("finish") == "length"
         outcome = episode_outcome(last, is_cut=is_cut, is_answer=episode.ends_with_answer)
     else:
         outcome = _limit_outcome(recorded, last, settings)
-    assert leaf.outcome is not None  # what makes it a leaf
+    assert leaf.outcome is not None  # every leaf has one
     if outcome is not leaf.outcome:
         return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
     if record.episode_return != leaf.episode_return:
@@ -226,9 +222,7 @@ def _compare_end(
 
 
 def _limit_outcome(recorded: Sequence[TraceRow], last: StepResult | None, settings: RunSettings) -> Outcome:
-    """How the rollout loop ends an episode that the environment did not end; token counts follow from where
-    it stopped.
-    """
+    """The outcome of an episode that the environment did not end: token counts follow from the last node."""
     leaf = recorded[-1]
     finish = _metadata(leaf).get("finish") if leaf.origin in _ACTION_ORIGINS else None
     if (
@@ -253,7 +247,7 @@ def _metadata(row: TraceRow) -> Mapping[str, object]:
 
 
 def _escape_surrogates(text: str) -> str:
-    """The text as a trace file keeps it: lone surrogates spelled out."""
+    """The text as trace files store it, with escaped lone surrogates."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -286,7 +280,7 @@ def _print_differences(
 
 
 def _excerpts(recorded: str, replayed: str) -> tuple[str, str]:
-    """Both texts on one line, cut to where they part, so that a long observation shows its difference."""
+    """Both texts on one line, cut around the first difference."""
     recorded, replayed = (text.replace("\n", "\\n") for text in (recorded, replayed))
     same = next(
         (i for i, (a, b) in enumerate(zip(recorded, replayed, strict=False)) if a != b),

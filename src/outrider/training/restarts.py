@@ -1,5 +1,5 @@
-"""A run whose processes broke begins anew from its newest checkpoint, as ``--resume`` would have it, and how
-often that, or a process in the place of another one, may be.
+"""Restarts of a run after a fault of its processes, from the newest checkpoint as with ``--resume``, and
+the limit of restarts and replaced processes.
 """
 
 import time
@@ -16,15 +16,15 @@ Begin = Callable[[int, ExitStack], Callable[[], None]]
 
 
 class Allowance:
-    """``limit`` repairs within an hour, of a run: a process that is replaced, or all that begin anew."""
+    """A run's limit of repairs within an hour: a replaced process, or a restart of all."""
 
     def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit, self._clock = limit, clock
         self._times: deque[float] = deque()
 
     def spend(self, fault: ClusterFault) -> int:
-        """One repair, because of this fault; the number within the hour. Raises NoRepair where that is one
-        too many.
+        """Count a repair because of this fault; returns the number within the hour. Raises NoRepair above
+        the limit.
         """
         now = self._clock()
         while self._times and now - self._times[0] > _HOUR_S:
@@ -36,7 +36,7 @@ class Allowance:
         return len(self._times)
 
     def refund(self, num: int) -> None:
-        """The newest ``num`` repairs do not count."""
+        """Take back the newest ``num`` repairs."""
         for _ in range(min(num, len(self._times))):
             self._times.pop()
 
@@ -44,10 +44,11 @@ class Allowance:
 def run_with_restarts(
     begin: Begin, *, allowance: Allowance, stop: Event, note: Callable[[str], None]
 ) -> None:
-    """``begin`` sets a run up, given the number of restarts so far and what closes its parts, and returns
-    what trains. After a ClusterFault of that it is called again, where the allowance has room and not once a
-    ``stop`` was asked for; else the fault is raised, and so is one of the set-up: what it needs
-    is not there.
+    """Set a run up and train, again after every ClusterFault of the training that the allowance permits.
+
+    ``begin(number, cleanup)`` sets the run up, with the number of restarts so far and a stack for closing its
+    components, and returns the training. The fault is raised after a requested ``stop``, or if the set-up
+    fails.
     """
     number = 0
     while True:
@@ -65,6 +66,6 @@ def run_with_restarts(
                 number += 1
                 message = str(fault).partition("; ")[0]
                 note(
-                    f"{message}; all processes begin anew from the newest checkpoint, "
+                    f"{message}; all processes restart from the newest checkpoint, "
                     f"repair {num_repairs} of {allowance.limit} within an hour"
                 )

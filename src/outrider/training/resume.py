@@ -110,7 +110,7 @@ def check_inputs(
         advice = (
             "put the data back"
             if set(refused) - set(plugin_changes)
-            else "put its code back, go on with --changed-plugins"
+            else "put its code back, continue with --changed-plugins"
         )
         descriptions = []
         for name in refused:
@@ -123,7 +123,7 @@ def check_inputs(
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
     return lines + [
-        f"OTHER CODE of the {name}; the run goes on, but not to the same bits for sure"
+        f"OTHER CODE of the {name}; the run continues, but may not reproduce the same bits"
         for name in plugin_changes
     ]
 
@@ -133,7 +133,7 @@ def _text_digest(text: str) -> str:
 
 
 def _tokenizer(tokenizer: Any) -> str:
-    """All that maps text to ids; padding and truncation are set anew by every call."""
+    """Everything that maps text to ids, without padding and truncation, which every call sets."""
     # Sorted, because the order of a vocabulary's dict has no meaning.
     vocabulary = sorted(tokenizer.get_vocab().items())
     if not tokenizer.is_fast:
@@ -145,20 +145,18 @@ def _tokenizer(tokenizer: Any) -> str:
 
 
 def _frozen_weights(learner: "Learner") -> str | None:
-    """CRC-32 of the weights that no checkpoint holds, because they do not train; None where all train."""
+    """CRC-32 of the weights that do not train, which no checkpoint contains; None if all weights train."""
     value = None
     for name, parameter in learner.language_model.model.named_parameters():
-        if name not in learner.trained:
+        if name not in learner.trained_parameters:
             content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
-            # The name too: weights that changed places are others.
+            # The name too, because swapped weights are different ones.
             value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
     return None if value is None else f"{value:08x}"
 
 
 def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
-    """Paths that settings name, by dotted key, in every section except those of tasks; also in the tables of
-    lists.
-    """
+    """Yield paths in settings by dotted key, also in lists of tables, except in sections of tasks."""
     for name, value in settings:
         inner: Iterable[tuple[str, Any]] = ()
         if isinstance(value, Path):
@@ -170,9 +168,10 @@ def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, P
         yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
 
 
-# Packages, libraries and the processor, which determine a run's bits beside its seed and settings.
+# Packages, libraries and the processor, which determine a run's bits as its seed and settings do.
 #
-# Every checkpoint stores them; a resumed run reports differences. The variables: docs/portability.md.
+# Every checkpoint stores them, and a resumed run reports differences. docs/portability.md describes the
+# variables.
 
 
 _VARIABLES = (
@@ -188,12 +187,14 @@ _SETS = "instruction sets"
 
 
 def versions() -> dict[str, str]:
-    """Both kinds together, as a checkpoint holds them."""
+    """Return packages, libraries, processor and variables, as a checkpoint stores them."""
     return {**_software(), **_machine()}
 
 
 def differences(recorded: Mapping[str, str]) -> list[str]:
-    """A line for each kind that differs; what an earlier Outrider did not record is not compared."""
+    """Return a line for each kind that differs; values that an earlier version did not record are not
+    compared.
+    """
     lines = []
     for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
         changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
@@ -201,7 +202,7 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
             descriptions = []
             for name, now in changed.items():
                 was, suffix = recorded[name], now
-                if name == _SETS:  # only what one of two long lists has and the other has not
+                if name == _SETS:  # two long lists: report only their differences
                     was, suffix = (
                         " ".join(sorted(set(was.split()) - set(now.split()))) or "as now",
                         " ".join(sorted(set(now.split()) - set(was.split()))) or "without these",
@@ -209,13 +210,15 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
                 descriptions.append(f"{name} {was} (now {suffix})")
             lines.append(
                 f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
-                "the run goes on, but not to the same bits for sure"
+                "the run continues, but may not reproduce the same bits"
             )
     return lines
 
 
 def chosen_instructions() -> list[str]:
-    """NAME=VALUE of the variables set that choose other kernels of torch, oneDNN, BLAS or numpy."""
+    """Return NAME=VALUE of the environment variables that select other kernels of torch, oneDNN, BLAS or
+    numpy.
+    """
     return [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
 
 
@@ -250,10 +253,10 @@ def _search_version(pattern: str, text: str) -> str:
 
 
 def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
-    """Differences from the settings that the run began with, as far as they are allowed.
+    """Return the allowed differences from the settings that the run began with.
 
-    Raises CheckpointError where other settings decide the results, and for a run that has trained and has no
-    checkpoint left: it would begin again, over its own records.
+    Raises CheckpointError for changed settings that decide the results, and for a run that has trained but
+    has no checkpoint left: it would start again and overwrite its records.
     """
     checkpoints = checkpoints_newest_first(run.checkpoints)
     if not checkpoints and (done := _done_without_checkpoint(run, settings)):
@@ -288,8 +291,8 @@ def require_continuable(run: RunDirectory, settings: RunSettings) -> list[str]:
 
 
 def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
-    """Evidence that a run had written a checkpoint: the first one comes behind the cold start and the first
-    evaluation.
+    """Evidence that a run had written a checkpoint. The first one is written after the cold start and the
+    first evaluation.
     """
     if steps := TraceReader(run.path / "traces").steps():
         return f"traces of {len(steps)} training step(s)"
@@ -310,11 +313,11 @@ _REQUIRED: Final = ("tasks", "versions", "settings", "inputs", "buffer_digest", 
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """Progress of a run. ``task_cursor`` counts the tasks taken, ``saved_step`` is -1 before the first
+    """Progress of a run. ``task_cursor`` counts the drawn tasks, ``saved_step`` is -1 before the first
     checkpoint.
 
-    Everything that determines the following steps is here, in ``parts`` or in random streams
-    keyed by the step.
+    Everything that determines the following steps is here, in ``parts``, or in random streams keyed by the
+    step.
     """
 
     run: RunDirectory
@@ -324,10 +327,8 @@ class RunState:
     num_policy_tokens: int = 0
     task_cursor: int = 0
     saved_step: int = -1
-    queued: QueuedStep | None = (
-        None  # the next step's rollouts, where they were played beside this one's update
-    )
-    # of the asynchronous queue: what the loaded checkpoint has, and a function that takes a new snapshot
+    queued: QueuedStep | None = None  # the next step's rollouts, if they were generated during an update
+    # of the asynchronous queue: the snapshot of the loaded checkpoint, and a function that takes a new one
     queue_snapshot: QueueSnapshot | None = None
     snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
@@ -355,7 +356,7 @@ class RunState:
         self.metrics.close()
 
     def begin(self) -> None:
-        """Remove what a run left that was killed before its first checkpoint."""
+        """Remove the records of a run that was killed before its first checkpoint."""
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
         self._remove_records(after=-1)
@@ -367,23 +368,21 @@ class RunState:
             writer.resume(after)
 
     def freeze_reference(self) -> None:
-        """The KL term holds the policy to what it was when reinforcement learning began."""
+        """Freeze the reference of the KL term, which is the policy at the start of reinforcement learning."""
         if self.parts.learner.has_reference:
             self._reference_checksum = self.parts.learner.freeze_reference(self._reference_path)
 
     def save(self) -> None:
-        """Write the checkpoint of this step. Raises CheckpointError, which leaves the earlier ones as they
-        were.
-        """
+        """Write the checkpoint of this step. If CheckpointError is raised, the earlier ones are unchanged."""
         buffer = self.parts.buffer
         write: Callable[[Path], None] | None = None
         if self.snapshot_queue is not None:
-            # First: what it takes in, the memories below have to know.
+            # First, because it adds results to the memories that are saved below.
             snapshot = self.snapshot_queue()
             write = partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
         elif self.queued is not None:
             write = partial(write_queue, queued=self.queued)
-        # Before the revision is written down: a power failure may take commits that were not flushed.
+        # Before the revision is recorded: a power failure may lose commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
         state: dict[str, Any] = {
@@ -414,8 +413,8 @@ class RunState:
         )
 
     def load_newest(self, checkpoints: Sequence[Path]) -> dict[str, Any]:
-        """Weights and optimiser of the newest checkpoint that can be read; its state. Raises CheckpointError
-        if none can.
+        """Load weights and optimizer of the newest intact checkpoint; return its state. Raises
+        CheckpointError if there is none.
         """
         for checkpoint in checkpoints:
             try:
@@ -450,7 +449,8 @@ class RunState:
         return state
 
     def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
-        """Roll back everything that was written after the checkpoint; it is computed again, with equal bits.
+        """Roll back everything that was written after the checkpoint; it is computed again with the same
+        bits.
 
         If a finished run is extended, the evaluation at its former end (``last_label``) is retained.
 
@@ -490,18 +490,18 @@ class RunState:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
-        # From here on files are cut: whatever can refuse has spoken.
+        # All checks are done: from here on files are cut.
         num_retained = self._retain_last_evaluation(state, last_label)
         self.metrics.cut(int(state["num_metric_records"]) + num_retained)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
         self._remove_records(after=self.step)
-        # Its keys and values, if any, are of other weights.
+        # Cached keys and values belong to other weights.
         self.parts.engine.load(int(state["weight_version"]))
         self.note(f"continuing from step {self.step}")
 
     def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
-        """1 where a shorter run ended at this checkpoint with an evaluation, which is named after its step
-        from now on.
+        """Return 1 if a shorter run ended at this checkpoint with an evaluation, which is renamed to its
+        step.
         """
         number, label = int(state["num_evaluations"]), f"step {self.step}"
         newer = self.run.finished_evaluations()[number:]
@@ -516,7 +516,7 @@ class RunState:
         return 1
 
     def _buffer_digest(self) -> str | None:
-        """Made once for a revision: most runs never change theirs."""
+        """Digest of the buffer, cached per revision, because most runs never change theirs."""
         if (buffer := self.parts.buffer) is None:
             return None
         if self._buffer_seen is None or self._buffer_seen[0] != buffer.revision:

@@ -45,7 +45,7 @@ def recorded_settings(file: Path, overrides: Sequence[str] = ()) -> RunSettings:
 
 
 _PATH_PLACEHOLDER: Final = "(a path)"
-# Of those that are plain text.
+# Keys of paths that are plain text.
 _PATHS: Final = {
     "buffer.path",
     "model.initial_checkpoint",
@@ -64,14 +64,14 @@ FREE: Final = {
     "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
     "cluster.placement",
 }  # fmt: skip
-# The same numbers in exact arithmetic: what is added in which order, and on what.
+# They change the order of sums or the device, so results are equal in exact arithmetic only.
 ROUNDING: Final = {
     "num_threads", "model.device", "engine.max_rows", "engine.eager", "train.max_concurrent",
     "environment.num_workers", "environment.num_sessions",
     "update.max_tokens", "update.checkpoint_activations", "update.attention",
     "cluster.num_trainers", "cluster.num_engines", "cluster.tensor_parallel",
 }  # fmt: skip
-# How far a run goes, and how often it is measured.
+# The length of a run, and how often it is evaluated.
 _LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.every"}
 
 
@@ -116,11 +116,11 @@ def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[s
         )
     lines = []
     for kind, meaning in (
-        (_LENGTH, "to the same bits as far as it went"),
-        (ROUNDING, "but not to the same bits for sure"),
+        (_LENGTH, " and reproduces the same bits as far as it went"),
+        (ROUNDING, ", but may not reproduce the same bits"),
     ):
         if reported := {key: values for key, values in changed.items() if key in kind}:
-            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run goes on, {meaning}")
+            lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run continues{meaning}")
     return lines
 
 
@@ -134,7 +134,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """Convert to the value that JSON would return."""
     if isinstance(value, Path):
         return _PATH_PLACEHOLDER
     if isinstance(value, list | tuple):
@@ -146,20 +146,21 @@ def _plain(value: Any) -> Any:
 
 
 def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """A type that was changed brings other keys with it: then it alone is named."""
+    """Name the changed keys. If a type changed, only the type is named, because its other keys follow
+    from it.
+    """
     types = [key for key in changed if key.endswith(".type") or key == "type"]
     keys = types or list(changed)
     more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
     return ", ".join(f"{key} is {changed[key][1]!r}, was {changed[key][0]!r}" for key in keys[:4]) + more
 
 
-# A run that is given more: which settings ``outrider train --resume RUN key=value`` may change, and why just
-# those.
+# Settings that ``outrider train --resume RUN key=value`` may change, with reasons.
 
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
     "train.num_steps": "may grow: no step looks at how many follow",
-    "train.max_policy_tokens": "may grow, or go (none): it is asked between steps and only ends the run",
+    "train.max_policy_tokens": "may grow, or be removed (none): it is only checked between steps",
     "evaluation.every": "an evaluation draws from random streams of its own and changes no weight",
     "train.checkpoint_every": "a checkpoint only writes down what is",
     "train.keep_checkpoints": "older checkpoints are never read while the newest one is whole",
@@ -192,7 +193,7 @@ def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
                 "weights"
             )
         raise ConfigError(
-            f"{refused[0]} cannot change in a run that goes on: {reason}. These may: {', '.join(MAY_CHANGE)}"
+            f"{refused[0]} cannot change in a resumed run: {reason}. These may: {', '.join(MAY_CHANGE)}"
         )
     for key in {"train.num_steps", "train.max_policy_tokens"} & set(changed):
         # None is a budget without an end.
@@ -240,21 +241,19 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.evaluations = path / "evaluations.jsonl"
         self._lock: FileLock | None = None
-        # by this process: the folder itself (True) or only what is in it (False)
+        # whether this process created the folder itself (True) or only its contents (False)
         self._created: bool | None = None
-        self._extended: RunSettings | None = None  # not yet on file
-        self.allow_changed_plugins = (
-            False  # whether the code of its plug-ins may be another one than it began with
-        )
+        self._extended: RunSettings | None = None  # not yet written
+        self.allow_changed_plugins = False  # since the run began
 
     @classmethod
     def create(cls, path: Path, settings: RunSettings) -> "RunDirectory":
-        """A new folder with the resolved configuration.
+        """Create a folder with the resolved configuration.
 
-        Raises ConfigError when it exists and is not empty, and for a device that is not here. A failure
+        Raises ConfigError if it exists and is not empty, and for a device that does not exist. A failure
         leaves no folder.
         """
-        # torch: a folder that is taken shows without it
+        # imports torch, which an error about the folder does not need
         from outrider.engines.local.model import require_device, resolve_precision
 
         require_free(path)
@@ -275,7 +274,7 @@ class RunDirectory:
             raise
         run._created = not existed
         try:
-            (path / ORIGINS_FILE).unlink(missing_ok=True)  # of a beginning that was killed
+            (path / ORIGINS_FILE).unlink(missing_ok=True)  # left by a process that was killed
             write_origins(settings, path)
             replace_file(path / "config.toml", content)
         except BaseException:
@@ -287,9 +286,9 @@ class RunDirectory:
     def roll_back(self) -> None:
         """Remove a new run whose set-up failed, so that the same command works after the cause is fixed.
 
-        A run that was opened and not created stays, as does one for which :meth:`keep` was called. Only files
-        that the set-up writes are removed; if there are others, the folder stays. Errors are ignored, because
-        the failure of the set-up must be reported.
+        A run that was opened instead of created stays, as does one for which :meth:`retain` was called. Only
+        files that the set-up writes are removed; if there are others, the folder stays. Errors are ignored,
+        because the failure of the set-up must be reported.
         """
         if self._created is None:
             return
@@ -305,7 +304,7 @@ class RunDirectory:
                 self.path.rmdir()
 
     def retain(self) -> None:
-        """The set-up is over: from here on what the run has done is kept, whatever happens."""
+        """The set-up has succeeded: :meth:`roll_back` does nothing from now on."""
         self._created = None
 
     @classmethod
@@ -332,36 +331,36 @@ class RunDirectory:
         return run, run._extended
 
     def commit(self) -> None:
-        """Write down what the run was given more of: only once its set-up has succeeded."""
+        """Write the changed settings of a resumed run; called after its set-up has succeeded."""
         if self._extended is not None:
             replace_file(self.path / "config.toml", _as_toml(self._extended))
 
     def lock(self) -> None:
-        """One process per run; the kernel frees the lock when the process dies, however it dies."""
+        """Lock the run for this process; the kernel frees the lock when the process ends in any way."""
         try:
             self._lock = FileLock(self.path / "lock")
         except BlockingIOError as error:
             raise ConfigError(f"{self.path} is in use by another process") from error
         remove_leftovers(self.path)  # a reader may be writing a report
         remove_leftovers(self.checkpoints, is_only_writer=True)
-        for checkpoint in self.checkpoints.glob("step-*"):  # whose records are written anew at a run's end
+        for checkpoint in self.checkpoints.glob("step-*"):  # a run's end rewrites a file in them
             if checkpoint.is_dir() and not checkpoint.is_symlink():
                 remove_leftovers(checkpoint)
 
     def release(self) -> None:
-        """Let the next process in; may be called twice."""
+        """Free the lock; may be called twice."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def name_evaluation(self, number: int, label: str) -> None:
-        """Another label for the evaluation in line ``number`` (from 0)."""
+        """Change the label of the evaluation in line ``number`` (from 0)."""
         finished = self.finished_evaluations()
         finished[number]["label"] = label
         self._replace(finished)
 
     def finished_evaluations(self) -> list[dict[str, Any]]:
-        """Evaluations on file; a line torn by a kill is dropped from the file, and that evaluation runs
+        """Return the recorded evaluations. A line torn by a kill is removed, and that evaluation runs
         again.
         """
         if not self.evaluations.exists():
@@ -373,7 +372,7 @@ class RunDirectory:
         return read
 
     def _evaluation(self, number: int, line: bytes) -> dict[str, Any]:
-        """A line that has at least what a run needs."""
+        """Parse a line and check the keys that a run needs."""
         try:
             read = parsed(line)
             score = read["metric"]["score"]
@@ -388,14 +387,14 @@ class RunDirectory:
             if not all(isinstance(text, str) for text in texts) or not all(
                 isinstance(value, int | float) for value in numbers
             ):
-                raise ValueError("a value is of another kind than was written")
+                raise ValueError("a value has another type than was written")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(f"{self.evaluations.name} line {number} is damaged: {reason}") from error
         return read
 
     def cut_evaluations(self, num_retained: int) -> None:
-        """Forget evaluations made after the checkpoint that a resumed run starts from; they run again, to the
+        """Remove evaluations after the checkpoint that a resumed run starts from; they run again with the
         same bits.
         """
         finished = self.finished_evaluations()
@@ -415,8 +414,8 @@ class RunDirectory:
         num_training_tasks: int = 0,
         trial: Evaluation | None = None,
     ) -> None:
-        """Append one line and force it to disk; of an adaptation also what the ``trial`` alone brought.
-        ``num_training_tasks`` of the panel are training tasks.
+        """Append one line and force it to disk; an adaptation also records the results of the ``trial``
+        alone. ``num_training_tasks`` of the evaluation tasks are training tasks.
         """
         score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
         line = {
@@ -446,16 +445,16 @@ def _as_toml(settings: RunSettings) -> bytes:
 
 
 def _is_beginning(entry: Path) -> bool:
-    """Whether it is all that a process leaves which was killed before it wrote its configuration."""
+    """Whether a process that was killed before it wrote the configuration left this file."""
     if entry.name == "lock":
         return entry.is_file() and not entry.stat().st_size
-    if entry.name == ORIGINS_FILE:  # else somebody's own
+    if entry.name == ORIGINS_FILE:  # without a lock it is not ours
         return entry.with_name("lock").exists()
     return entry.name.startswith(("config.toml.", f"{ORIGINS_FILE}.")) and entry.match(TEMPORARY)
 
 
 def require_free(path: Path) -> None:
-    """Raises ConfigError where a new run may not be: a folder that is not empty, or no folder."""
+    """Raise ConfigError if a new run cannot use the path: a folder that is not empty, or a file."""
     if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
         raise ConfigError(
             f"{path} is not empty: a run directory is never overwritten (continue it with --resume)"

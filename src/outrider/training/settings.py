@@ -1,4 +1,6 @@
-"""Settings of a training run, without torch, so that a mistake in a recipe is reported at once."""
+"""Settings of a training run. This module does not import torch, so that errors in a recipe are reported
+at once.
+"""
 
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
@@ -13,14 +15,16 @@ from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.settings import EvaluationSettings, Limits
 
 ALL_LINEAR: Final = "all-linear"
-"""peft's shorthand for every linear layer but the projection onto the vocabulary."""
+"""peft's shorthand for every linear layer except the projection onto the vocabulary."""
 _DEFAULT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters through peft. ``target_modules``: names of the layers that get one, or of parameters
-    of fused experts; a name may have the names of modules above in front, such as ``self_attn.q_proj``.
-    ``"all-linear"``: every linear layer but the projection onto the vocabulary.
+    """Low-rank adapters through peft.
+
+    ``target_modules``: names of the layers with adapters, or of parameters of fused experts. A name may be
+    prefixed by the names of enclosing modules, such as ``self_attn.q_proj``. ``"all-linear"`` selects every
+    linear layer except the projection onto the vocabulary.
     """
 
     rank: int = Field(16, ge=1)
@@ -36,7 +40,7 @@ class LoraSettings(Settings):
     @classmethod
     def _check_shorthand(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if ALL_LINEAR in names and len(names) > 1:
-            raise ValueError(f'"{ALL_LINEAR}" stands for all linear layers: no other name goes with it')
+            raise ValueError(f'"{ALL_LINEAR}" selects all linear layers: remove the other names')
         if any(not name.strip() for name in names):
             raise ValueError("a name of a layer is empty")
         return names
@@ -53,8 +57,8 @@ class LoraSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the rate linearly from its
-    first share.
+    """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the learning rate linearly
+    from its first fraction.
     """
 
     learning_rate: float = Field(1e-6, gt=0)
@@ -66,16 +70,15 @@ class OptimizerSettings(Settings):
 
 
 class ColdStartSettings(Settings):
-    """``num_examples`` expert rollouts of the training split, ``num_epochs`` passes, ``batch_size`` an
-    optimiser step.
+    """Supervised fine-tuning on expert rollouts before training.
 
-    ``demonstrations`` names a file of trajectories (docs/formats.md) that stand for the experts: those of the
-    first ``num_examples`` training tasks that have one are played again, and
-    the solved ones are imitated. ``retrieve_share`` of the examples show one middle step inside
-    ``<retrieve>`` (done in the environment, not trained on), so that the policy has met the form before
-    hybrid rollouts use it. ``tip_share`` of the examples show tips of the memory that all experts' episodes
-    fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``). 0
-    examples: no cold start.
+    It imitates the solved ones of ``num_examples`` expert rollouts on training tasks (0: no cold start), for
+    ``num_epochs`` passes with ``batch_size`` examples per optimizer step. ``demonstrations`` names a file of
+    trajectories (docs/formats.md) that replace the experts: those of the first ``num_examples`` training
+    tasks that have one are rolled out again. ``retrieve_share`` of the examples contain a middle step inside
+    ``<retrieve>`` (executed in the environment, not trained on), so that the policy knows the format before
+    hybrid rollouts use it. ``tip_share`` of the examples contain tips of a memory that all experts' episodes
+    fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``).
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"demonstrations"})
@@ -91,19 +94,20 @@ class ColdStartSettings(Settings):
 
     @property
     def max_steps(self) -> int:
-        """Optimiser steps if every example is used."""
+        """Number of optimizer steps if every example is used."""
         return self.num_epochs * -(-self.num_examples // self.batch_size)
 
 
 class UpdateSettings(Settings):
-    """How a batch becomes optimiser steps.
+    """The optimizer steps of a training step.
 
-    ``num_mini_batches`` splits the tasks of a step into that many optimiser steps; ``num_epochs`` repeats
-    them; ``max_tokens`` bounds the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
-    its first update when trainer and engine disagree by more (mean absolute difference over a mini-batch,
-    nats): a template or weight fault, not noise. ``checkpoint_activations`` trades a second forward pass for
-    the memory of the layers' activations. ``attention``: segment by segment (``segments``), or one compiled
-    call of flex attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
+    ``num_mini_batches`` splits the tasks of a step into that many optimizer steps; ``num_epochs`` repeats
+    them. ``max_tokens`` limits the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
+    its first update if the log-probs of trainer and engine differ by more (mean absolute difference over a
+    mini-batch, nats), which indicates a fault of the template or the weights. ``checkpoint_activations``
+    trades a second forward pass for the memory of the layers' activations. ``attention``: segment by segment
+    (``segments``), or one compiled call of flex attention for a whole micro-batch (``flex``, on a GPU;
+    ``auto`` there).
     """
 
     num_mini_batches: int = Field(1, ge=1)
@@ -119,41 +123,41 @@ class UpdateSettings(Settings):
 
 
 class StageSettings(Settings):
-    """One stage of training: ``num_steps`` steps on the training tasks whose keys fit one of ``tasks``.
+    """One stage of training: ``num_steps`` steps on the training tasks whose keys match one of ``tasks``.
 
-    ``tasks`` are patterns as of a shell, such as ``scienceworld/find-animal/*``; keys are in traces and
-    evaluations. The last stage has no ``num_steps``: it lasts as long as the run.
+    ``tasks`` are shell patterns, such as ``scienceworld/find-animal/*``; traces and evaluations contain the
+    keys. The last stage has no ``num_steps``: it lasts until the end of the run.
     """
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
     num_steps: int | None = Field(None, ge=1)
 
 
-# Settings of a run on more than one process. They need neither torch nor ray.
-
-
 class ClusterSettings(Settings):
-    """More than one process (extra ``cluster``): ``num_trainers`` ranks hold the weights, their optimiser and
-    the reference in shards and share each update; ``num_engines`` and ``num_rollout_workers`` processes
-    generate and play.
+    """More than one process (extra ``cluster``).
 
-    One engine and one worker are in the process that trains, unless ``weights`` says how weights go to them:
-    through Ray's object store (``store``; ``auto`` where there are several), through files in the run
-    directory (``disk``), or from the trainers' GPUs to those of vLLM (``nccl``; ``ipc`` on the same one). An
-    engine has ``tensor_parallel`` GPUs; ``placement`` ``colocate`` puts one on each trainer's, which sleeps
-    while that works. The loss and the gradient are those of one process within 1e-6; the same number of
-    ranks gives the same bits. ``ray_address``: ``local`` starts a Ray of the run's own, ``auto`` or an
-    address joins one. ``placement_timeout_s`` bounds the wait for processors, ``update_timeout_s`` one call
-    of the ranks, a start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout
-    worker answers a heartbeat within ``heartbeat_s``. ``max_staleness`` 1 plays the rollouts of the
-    next step beside the update of this one: its tokens are one version old, which the sampler correction
-    weighs. ``in_flight`` lets engines take new weights between two turns of an episode, and groups of
-    ``max_staleness`` further steps play beside an update: no token is older than that, and the same seed does
-    not give the same bits. ``batching``: an engine gets a round of requests of
-    all rollouts of a worker (``rounds``), which come to the same bits again, or each as soon as it is there
-    (``stream``), and no turn waits for another one's. A process that dies or is silent is
-    replaced, or all begin anew from the newest checkpoint: ``max_restarts`` times within an hour, counted
-    together.
+    ``num_trainers`` ranks share the weights, their optimizer, the reference and every update in shards;
+    ``num_engines`` and ``num_rollout_workers`` processes generate and run episodes. A single engine and
+    worker are in the training process, unless ``weights`` selects how weights reach them: through Ray's
+    object store (``store``; ``auto`` if there are several), through files in the run directory (``disk``), or
+    from the trainers' GPUs to those of vLLM (``nccl``; ``ipc`` on the same GPU). An engine has
+    ``tensor_parallel`` GPUs. With ``placement = colocate`` there is one engine on the GPU of each trainer,
+    which sleeps during updates. Loss and gradient equal those of one process within 1e-6; the same number of
+    ranks gives the same bits.
+
+    ``ray_address``: ``local`` starts a Ray for the run, ``auto`` or an address joins an existing one.
+    ``placement_timeout_s`` limits the wait for processors, ``update_timeout_s`` one call of the ranks, a
+    start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout worker has to
+    answer a heartbeat within ``heartbeat_s``.
+
+    With ``max_staleness`` 1 the rollouts of the next step are generated during the update of this one: their
+    tokens are one version old, which the sampler correction weighs. With ``in_flight`` engines take new
+    weights between two turns of an episode, and groups of ``max_staleness`` further steps are generated
+    during an update: no token is older, and the same seed does not give the same bits. ``batching``: an
+    engine gets the requests of all rollouts of a worker in rounds (``rounds``), which reproduce the same
+    bits, or each request at once (``stream``), so that no turn waits for another one. A process that dies or
+    does not respond is replaced, or all processes restart from the newest checkpoint: at most
+    ``max_restarts`` times within an hour, counted together.
     """
 
     num_trainers: int = Field(1, ge=1)
@@ -185,7 +189,7 @@ class ClusterSettings(Settings):
 
     @property
     def num_processes(self) -> int:
-        """Actors of the run."""
+        """Number of Ray actors of the run."""
         trainers = self.num_trainers if self.num_trainers > 1 else 0
         return trainers + (self.num_engines + self.num_rollout_workers if self.is_remote else 0)
 
@@ -225,9 +229,6 @@ class ClusterSettings(Settings):
         return self
 
 
-# The whole configuration of a run: one tree, checked as one, before anything is written.
-
-
 # The sections whose class the recipe names (outrider.plugins).
 EngineConfig: TypeAlias = Annotated[EngineSettings, Section("engines")]
 AlgorithmSettings: TypeAlias = Annotated[ObjectiveSettings, Section("algorithms")]
@@ -235,14 +236,15 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 
 
 class ModelSettings(Settings):
-    """``name``: a packaged model, a Hugging Face id or a folder. ``precision`` is that of the working copy; a
-    run writes down what ``auto`` (bfloat16 where the matrix unit has it) meant on the machine that began it.
-    ``trained_layers``: only the last so many layers train (None: all). ``forward``: the path that computes
-    the model (docs/models.md); ``auto`` is packed where that is exact, else unpacked. ``template_kwargs`` are
-    variables of the chat template, such as ``{enable_thinking = false}``. ``history_thinking``: whether the
-    policy sees the thinking of its earlier turns (``keep``: ids are appended only), or every turn sees the
-    conversation rendered again without it (``strip``: as servers do; one rollout may then be several
-    samples).
+    """``name``: a packaged model, a Hugging Face id or a folder.
+
+    ``precision`` is that of the working copy; a run records the value of ``auto`` (bfloat16 if the matrix
+    unit supports it) on the machine that began it. ``trained_layers``: number of last layers that train
+    (None: all). ``forward``: how the model is computed (docs/models.md); ``auto`` is packed if that is exact,
+    else unpacked. ``template_kwargs`` are variables of the chat template, such as ``{enable_thinking =
+    false}``. ``history_thinking``: whether the policy sees the thinking of its earlier turns (``keep``: token
+    ids are only appended), or every turn sees the conversation rendered again without it (``strip``, as
+    servers do; one rollout may then be several samples).
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"initial_checkpoint"})
@@ -264,11 +266,11 @@ class ModelSettings(Settings):
 
 
 class BufferSettings(Settings):
-    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one inside the run
+    """The step-trace buffer. ``path`` opens an existing one; without it, experts fill one in the run
     directory.
 
-    ``num_tasks`` limits the training tasks whose experts fill the buffer (None: all that training can draw);
-    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts while
+    ``num_tasks`` limits the training tasks whose experts fill the buffer (None: all training tasks);
+    ``keep_best`` is K of RAPO section 3.1; ``evolve`` adds the agent's own successful rollouts during
     training, to a copy of the buffer in the run directory.
     """
 
@@ -283,15 +285,16 @@ class BufferSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """``num_steps`` training steps of ``tasks_per_step`` groups, on all training tasks or in ``stages``, one
-    after the other on tasks of their own (none: all tasks, all the time). ``max_policy_tokens`` ends the run
-    earlier when the policy has written so many (for comparisons at equal tokens; those of tries that a fault
-    broke count too). A checkpoint every ``checkpoint_every`` steps. ``expert_timeout_s``: how long an expert
-    may take for its whole path (a simulator's planner, for a cold start, a buffer or demonstrations).
-    ``group_timeout_s``: a group that takes longer, from its first rollout's start, gives up the rollouts that
-    are still under way, each in front of its next turn; those are ``cancelled``, and masked (None: no group
-    is given up). What is given up depends on speed, so the same seed may give other bits. ``watchdog_s``:
-    after so many seconds without progress a line says where the run waits (0: never).
+    """``num_steps`` training steps of ``tasks_per_step`` groups.
+
+    Tasks come from all training tasks, or from ``stages`` with their own tasks, one after the other.
+    ``max_policy_tokens`` ends the run earlier, after that many tokens of the policy, for comparisons at equal
+    tokens; tokens of tries that a fault ended count too. A checkpoint is written every ``checkpoint_every``
+    steps. ``expert_timeout_s`` limits an expert's whole path (a simulator's planner, for a cold start, a
+    buffer or demonstrations). After ``group_timeout_s`` from the start of its first rollout, a group cancels
+    its unfinished rollouts before their next turn; those are masked (None: no limit). Which ones depends on
+    speed, so the same seed may give other bits. After ``watchdog_s`` seconds without progress a line reports
+    where the run waits (0: never).
     """
 
     num_steps: int = Field(100, ge=0)
@@ -344,17 +347,15 @@ class RunSettings(Settings):
 
     @property
     def num_concurrent(self) -> int:
-        """Episodes at a time: never more than the environment has room for, because one that waits holds the
-        batch.
+        """Concurrent episodes: at most as many as the environment has room for, because a waiting episode
+        delays the batch.
         """
         requested, room = self.train.max_concurrent, self.environment.max_concurrent
         return requested if room is None else min(requested, room)
 
     @property
     def limits(self) -> Limits:
-        """The rollout's limits; a step that may wait for others' calls has that much longer before it is a
-        fault.
-        """
+        """The limits of a rollout. If a step may wait for calls of other episodes, its timeout is longer."""
         waiting = self.environment.waiting_s(self.num_concurrent)
         if not waiting:
             return self.rollout
@@ -369,7 +370,7 @@ class RunSettings(Settings):
 
     @property
     def unread_sections(self) -> frozenset[str]:
-        """Sections with input paths that nothing of this run reads."""
+        """Sections with input paths that this run does not read."""
         unread = set() if self.cold_start.num_examples else {"cold_start"}
         if not (self.algorithm.retrieves or self.cold_start.retrieve_share > 0):
             unread.add("buffer")
@@ -404,7 +405,7 @@ class RunSettings(Settings):
         return self
 
     def _validate_history(self) -> None:
-        """Rendering again keeps what the messages hold, and no text between them."""
+        """Check that no text between messages is lost when a conversation is rendered again."""
         if self.model.history_thinking == "keep":
             return
         if is_inline(self.environment):
@@ -429,7 +430,7 @@ class RunSettings(Settings):
             )
 
     def _validate_conversations(self) -> None:
-        """What a program keeps has no place for steps that it did not ask for."""
+        """Check that no steps are inserted into the conversation of an agent program."""
         if not self.environment.keeps_conversations:
             return
         shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
@@ -489,7 +490,7 @@ class RunSettings(Settings):
         if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
         if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
-            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray says which GPU is whose")
+            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray assigns the GPUs")
         if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
             raise ValueError(
                 f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "
@@ -517,7 +518,7 @@ class RunSettings(Settings):
                 raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
 
     def _validate_remote(self) -> None:
-        """Engines and rollout workers as processes of their own."""
+        """Check settings of engines and rollout workers in their own processes."""
         names = "cluster.num_engines, num_rollout_workers and weights"
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{names} have nothing to train here")

@@ -341,7 +341,7 @@ def load_weights(policy: Policy, checkpoint: Path) -> None:
         ) from error
     if {n: t.shape for n, t in masters.items()} != {n: t.shape for n, t in policy.masters.items()}:
         raise CheckpointError(
-            f"{shown_path(checkpoint)} holds the weights of another model or adapter: set model.name, "
+            f"{shown_path(checkpoint)} has the weights of another model or adapter: set model.name, "
             "model.lora and model.trained_layers as in the config.toml of its run"
         )
     for name, master in policy.masters.items():
@@ -408,7 +408,9 @@ def open_buffer(
     if source_path is not None and not settings.buffer.evolve:
         return _require_steps(StepTraceBuffer(source_path, embedder, mode="read"), "")
     if resumed and not path.exists():
-        raise CheckpointError(f"{path} is missing: it holds the steps that this run retrieves; put it back")
+        raise CheckpointError(
+            f"{path} is missing: it contains the steps that this run retrieves; put it back"
+        )
     if source_path is not None and not path.exists():
         copy_database(source_path, path)
     buffer = StepTraceBuffer(path, embedder, mode="write")
@@ -466,7 +468,7 @@ def make_algorithm(
     )
     algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
     if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:
-        # It would pass for a hook that asks nothing.
+        # Otherwise the hook would request no reflection.
         raise ConfigError(f"{type(old[0]).__name__}.max_remark_tokens is called max_reflection_tokens now")
     if not all(isinstance(hook, Hook) for hook in algorithm.hooks):
         algorithm.hooks = as_hooks(algorithm.hooks)

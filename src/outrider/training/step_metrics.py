@@ -30,8 +30,8 @@ _LEAST_EFFECTIVE: Final = 0.5
 
 
 def staleness_metrics(traces: Sequence[Trace], *, version: int, limit: int) -> dict[str, float]:
-    """Of all tokens that the policy wrote in this step; ``version`` is that of the weights at the start of
-    the update. Raises EngineFault for a token that is older than ``limit`` versions, or newer than they are.
+    """Age of the step's policy tokens; ``version`` is that of the weights at the start of the update. Raises
+    EngineFault for a token that is more than ``limit`` versions older, or newer.
     """
     ages = [
         (version - node.weight_version, len(node.token_ids))
@@ -55,7 +55,7 @@ def staleness_metrics(traces: Sequence[Trace], *, version: int, limit: int) -> d
 
 
 def staleness_alarms(step: int, values: Mapping[str, float]) -> list[str]:
-    """Where the policy moved further since the rollouts than the correction can make good."""
+    """Alarms if the policy has moved too far since the rollouts for the sampler correction."""
     if not values.get("staleness/max"):
         return []
     truncated = values.get("staleness/truncated_fraction", 0.0)
@@ -74,13 +74,13 @@ def staleness_alarms(step: int, values: Mapping[str, float]) -> list[str]:
     return lines
 
 
-# Where the seconds of a training step go.
+# Durations of the phases of a training step.
 
 
 @dataclass(slots=True, kw_only=True)
 class StepClock:
-    """Marks are set as the step goes on, in the order of the methods; without ``remote`` there are no
-    processes that could be idle.
+    """Call the methods in their order during a step. Without ``remote`` there are no processes that could
+    be idle.
     """
 
     remote: "RemoteProcesses | None"
@@ -96,7 +96,9 @@ class StepClock:
         self._busy_s = 0.0 if self.remote is None else self.remote.busy_s()
 
     def mark_rollouts(self, *, prefetch_s: float | None) -> None:
-        """The rollouts are here; ``prefetch_s`` is what they took where the step before played them."""
+        """The rollouts are finished; ``prefetch_s`` is their duration if they were generated during an
+        update.
+        """
         self._rollout_end = time.perf_counter()
         self._rollout_s = self._rollout_end - self.start if prefetch_s is None else prefetch_s
 
@@ -105,16 +107,16 @@ class StepClock:
         self._update_start = time.perf_counter()
 
     def mark_update_end(self) -> None:
-        """The update has ended; rollouts of the next step may be waited for now."""
+        """The update has ended; the step may wait for rollouts of the next one."""
         self._update_end = time.perf_counter()
 
     def mark_wait_end(self) -> None:
-        """Nothing is under way any more."""
+        """The wait for rollouts has ended."""
         self._waited_s = time.perf_counter() - self._update_end
 
     def metrics(self, *, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
-        """Seconds, shares in which processes stood idle, tokens per second, and the largest resident memory
-        so far; called once the engines have the new weights.
+        """Seconds, idle shares of processes, tokens per second, and peak memory; called after the engines
+        have the new weights.
         """
         now = time.perf_counter()
         step_s, update_s = now - self.start, now - self._rollout_end - self._waited_s
@@ -135,14 +137,14 @@ class StepClock:
         return values | {name: min(1.0, max(0.0, 1.0 - share)) for name, share in busy.items()}
 
 
-# Alarms, as lines for the person who watches: nothing of this may happen in silence.
+# Alarms: lines about problems that must not go unnoticed.
 
 
 def step_alarms(
     settings: RunSettings, *, step: int, values: Mapping[str, float], fault_reasons: Sequence[str]
 ) -> list[str]:
-    """After a training step with the metrics ``values``; ``fault_reasons`` hold every fault of it, also those
-    made good.
+    """Alarms of a training step with the metrics ``values``; ``fault_reasons`` are all its faults, also
+    of tries that were repeated.
     """
     lines = []
     num, num_masked = values.get("rollout/num", 0.0), values.get("rollout/num_masked", 0.0)
@@ -167,7 +169,7 @@ def step_alarms(
 
 
 def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
-    """After optimiser steps, also those of a cold start."""
+    """Alarm about skipped optimizer steps, also of a cold start."""
     if skipped := values.get("grad/num_skipped"):
         return [
             (
@@ -198,7 +200,7 @@ class Advice:
     _last: dict[str, int] = field(default_factory=dict)
 
     def lines(self, traces: Sequence[Trace], *, step: int, values: Mapping[str, float]) -> list[str]:
-        """After a training step with the metrics ``values``."""
+        """Advice after a training step with the metrics ``values``."""
         if values.get("rollout/num_masked") == values.get("rollout/num"):
             return []  # faults have an alarm of their own
         texts = {
@@ -291,7 +293,7 @@ class Advice:
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
 
 
-# Declared metrics of one step's rollouts, from traces and credits (meanings: docs/metrics.md).
+# Declared metrics of one step's rollouts (meanings: docs/metrics.md).
 
 
 _MAX_NAME: Final = 80
@@ -312,9 +314,7 @@ _ORIGINS: Final[Mapping[str, Origin]] = {
 
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
-    """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; faults stay out of every
-    mean.
-    """
+    """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; means exclude faults."""
     every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
     scored = [
         (leaf, path)
@@ -393,9 +393,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def _num_discarded(traces: Sequence[Trace]) -> int:
-    """Policy tokens that are on the path of no rollout with a return: of tries that a fault broke, made good
-    or not.
-    """
+    """Policy tokens that are in no rollout with a return, because a fault ended their try."""
     written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
     paths = {
         id(node): node
@@ -408,7 +406,7 @@ def _num_discarded(traces: Sequence[Trace]) -> int:
 
 
 def diversity(traces: Sequence[Trace]) -> float | None:
-    """Mean over groups of 1 - mean pairwise cosine of what the policy wrote (bags of words); None without
+    """Mean over groups of 1 - mean pairwise cosine of the policy's texts (bags of words); None without
     pairs.
     """
     embedder = HashEmbedder()
@@ -427,7 +425,7 @@ def diversity(traces: Sequence[Trace]) -> float | None:
 
 
 def advantage_metrics(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
-    """How many groups taught nothing, and why."""
+    """Groups without a learning signal by reason, and means of the algorithm's measurements."""
     reasons = Counter(group.advantages.reason for group in group_advantages)
     metrics = {
         f"group/num_without_signal_{reason}": float(reasons[reason]) for reason in get_args(NoSignalReason)
@@ -504,9 +502,9 @@ def retrieval_metrics(
 
 
 def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
-    """Means of what environments and agent programs measured, over the rollouts that have the metric.
+    """Means of the metrics of environments and agent programs, over the rollouts that have the metric.
 
-    Names are made fit for metric names; names that then are equal get a number.
+    Invalid characters in names are replaced; names that become equal get a number.
     """
     values: dict[str, list[float]] = {}
     for trace in traces:
@@ -526,15 +524,13 @@ def environment_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def _metric_name_part(name: str) -> str:
-    """A name that others chose, as the last part of a metric's name: without slashes, braces and what is not
-    printable.
-    """
+    """Make a name the last part of a metric's name, without slashes, braces and unprintable characters."""
     return re.sub(r"[/{}\s]|[^\x20-\x7e\u00a0-\uffff]", "_", name.strip())[:_MAX_NAME] or "unnamed"
 
 
 def measured_means(group_advantages: Sequence[GroupAdvantages]) -> dict[str, float]:
-    """Means over the step of what the algorithm measured; names without a value are left out, counts are
-    summed elsewhere.
+    """Means of the algorithm's measurements over the step, without names that have no value, and without
+    counts, which other functions sum.
     """
     names = {
         name
@@ -558,7 +554,7 @@ def _total(nodes: Sequence[Node], name: str) -> float:
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """The numbers of an evaluation under their declared names."""
+    """The metrics of an evaluation."""
     return {
         "eval/score": evaluation.score,
         "eval/ci_low": evaluation.ci_low,
@@ -569,7 +565,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     }
 
 
-# The record of a training step: its declared metrics, from rollouts, credit and update.
+# The record of a training step.
 
 
 def step_record(
@@ -581,10 +577,10 @@ def step_record(
     update_metrics: Mapping[str, float],
     counts_before: Sequence[Mapping[str, int]],
 ) -> dict[str, float]:
-    """All metrics but those of the clock. ``mix_metrics`` and ``update_metrics`` are those of what joined the
-    rollouts and of the update.
+    """All metrics of a step except those of the clock. ``mix_metrics`` are those of added off-policy groups.
 
-    The algorithm's counts run over the whole training; a step's own are what came since ``counts_before``.
+    The algorithm's counts are totals of the whole training; a step's own are the difference to
+    ``counts_before``.
     """
     algorithm, traces = parts.algorithm, report.traces
     values = rollout_metrics(traces) | advantage_metrics(group_advantages) | algorithm.measure(traces)

@@ -1,4 +1,4 @@
-"""Trace trees as rows for the trace files of a run directory, and their rollouts as rows of their own."""
+"""Rows of the record files of a run: nodes of trace trees, and rollouts."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,8 +48,8 @@ class RecordRows:
 def trace_rows(
     traces: Sequence[Trace], *, step: int, tokenizer: Tokenizer, values: NodeValues | None = None
 ) -> RecordRows:
-    """One row per node that belongs to a rollout. Of one that a fault ended they are those of its last try;
-    no leaf is among them, only the rollout's own row has its outcome and its reason.
+    """Return one row per node that belongs to a rollout. For a rollout that a fault ended, these are the
+    nodes of its last try, without a leaf: only the row of the rollout has its outcome and reason.
     """
     records = RecordRows()
     pieces = Continuation(tokenizer)
@@ -59,11 +59,11 @@ def trace_rows(
             for leaf in trace.leaves.values()
             if leaf.node_id is None
         }
-        firsts: dict[int, int] = {}  # the rollout that wrote a node, whatever became of it
+        firsts: dict[int, int] = {}  # the rollout that wrote a node, lost or not
         for finished, path in trace.rollouts():
             for node in [*path, *lost.get(finished.rollout, ())]:
                 firsts.setdefault(node.node_id, finished.rollout)
-        # An update trains on no lost rollout: of what one shares, the others have the values.
+        # No update trains on a lost rollout, so the values of its shared nodes belong to the others.
         owners: dict[int, int] = {}
         for finished, path in trace.scored_rollouts():
             for node in path:
@@ -85,7 +85,7 @@ def trace_rows(
 
 
 def _last_try_nodes(trace: Trace, rollout: int) -> list[Node]:
-    """The path to the last node that a rollout wrote which a fault ended; empty where it wrote none."""
+    """The path to the last node of a rollout that a fault ended; empty if it wrote none."""
     rollout_nodes = {node.node_id for _, path in trace.rollouts() for node in path}
     own = [
         node.node_id
@@ -125,8 +125,8 @@ def _row(
 
 
 def _text(node: Node, pieces: Continuation) -> str:
-    """What the node says; of a prompt with native tools, which the environment does not describe, all that
-    the policy saw.
+    """The text of the node. For a prompt with native tools, which its message does not describe, the full
+    text that the policy saw.
     """
     if DESCRIBED_TOOLS in node.metadata:
         return pieces.decode(node.token_ids)
@@ -147,7 +147,7 @@ def _rollout(
         advantage=leaf.advantage,
         metadata=json.dumps(_leaf_metadata(leaf, trace), default=str),
     )
-    # of a node the metadata counts its calls, of the end only what is the rollout's own
+    # the metadata of nodes count their calls; that of the end has only the rollout's own values
     return rollout_row(
         on_file,
         end,
@@ -158,7 +158,7 @@ def _rollout(
 
 
 def _placeholder_row(trace: Trace, trace_id: str, step: int) -> TraceRow:
-    """Stands for the nodes of a rollout that wrote none."""
+    """The row of a rollout without nodes."""
     return TraceRow(
         step=step,
         task_key=trace.task.key,
@@ -172,7 +172,7 @@ def _placeholder_row(trace: Trace, trace_id: str, step: int) -> TraceRow:
 
 
 def _token_advantages(node: Node, owner: int) -> tuple[float, ...]:
-    """Of the rollout that the row belongs to; a demonstrator's tokens have no values of their own on file."""
+    """Advantages of the rollout that the row belongs to; none for a demonstrator's tokens."""
     if not node.trainable:
         return ()
     if node.shares is not None:
@@ -181,14 +181,13 @@ def _token_advantages(node: Node, owner: int) -> tuple[float, ...]:
 
 
 def _leaf_metadata(leaf: Leaf, trace: Trace) -> dict[str, object]:
-    """Reasons of a leaf's advantage beside its return, and its reflection."""
+    """Mode, intrinsic reward and reflection of a leaf."""
     mode = trace.modes[leaf.rollout] if trace.modes else ""
     metadata = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
     return {name: value for name, value in metadata.items() if value}
 
 
-# What a step and an evaluation leave in the run directory beside metrics: nodes, rollouts, and what changed
-# in memories.
+# The records of steps and evaluations in the run directory: nodes, rollouts, and changes of memories.
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class RecordFiles:
     def write_step(
         self, parts: Components, traces: Sequence[Trace], values: NodeValues, *, step: int
     ) -> None:
-        """Of a training step that has ended; what tells that it was played comes last. Raises OSError."""
+        """Write a finished training step; the traces, which mark it as done, come last. Raises OSError."""
         rows = trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer, values=values)
         changes = [*parts.algorithm.memory_changes()]
         if parts.buffer is not None:
@@ -210,13 +209,13 @@ class RecordFiles:
         TraceWriter(self.run / "traces").write(step, rows.nodes)
 
     def write_evaluation(self, parts: Components, traces: Sequence[Trace], *, number: int, step: int) -> None:
-        """Of the evaluation that will be line ``number`` of ``evaluations.jsonl``. Raises OSError."""
+        """Write the evaluation that will be line ``number`` of ``evaluations.jsonl``. Raises OSError."""
         rows = trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer)
         RolloutWriter(self.run).write_evaluation(number, rows.rollouts)
         TraceWriter(self.run / "traces").write_evaluation(number, rows.nodes)
 
     def write_experts(self, parts: Components, traces: Sequence[Trace]) -> None:
-        """The expert rollouts of the cold start. Raises OSError."""
+        """Write the expert rollouts of the cold start. Raises OSError."""
         rows = trace_rows(traces, step=0, tokenizer=parts.renderer.tokenizer)
         RolloutWriter(self.run).write_experts(rows.rollouts)
         TraceWriter(self.run / "traces").write_experts(rows.nodes)
@@ -225,7 +224,7 @@ class RecordFiles:
 def collect_node_values(
     parts: Components, trained: Sequence[Trace], update_report: UpdateReport
 ) -> NodeValues:
-    """What the update saw of the tokens of these groups, which it trained on in this order."""
+    """Return the update's log-probs and ratios of the tokens of these groups, in the order of the update."""
     mini_batches = split_mini_batches(trained, parts.settings.update.num_mini_batches)
     return values_by_node(mini_batches, update_report.tokens)
 
@@ -233,7 +232,9 @@ def collect_node_values(
 def values_by_node(
     mini_batches: Sequence[Sequence[RolloutPath]], records: Sequence[TokenRecord]
 ) -> dict[tuple[int, int], TokenValues]:
-    """By the identity of the node and the rollout of its group; of several passes the last one counts."""
+    """Return values by the identity of the node and the rollout in its group; of several epochs, the last
+    one counts.
+    """
     node_values: dict[tuple[int, int], TokenValues] = {}
     for number, paths in enumerate(mini_batches):
         sizes = {
@@ -256,7 +257,7 @@ def values_by_node(
 
 
 def _trained_nodes(path: RolloutPath) -> list[tuple[Node, int, int]]:
-    """The nodes with credit, and which of their tokens are scored."""
+    """The nodes with advantages, and the range of their scored tokens."""
     return [
         (node, int(number == 0), len(node.token_ids))
         for number, node in enumerate(path.nodes)

@@ -194,7 +194,7 @@ class Trainer:
         clock.mark_rollouts(prefetch_s=queued.seconds or None)
         if not cluster.in_flight:  # else turns are being generated
             parts.engine.free_cache()
-        group_advantages = assign_step_advantages(parts, sampled.trained)
+        group_advantages = assign_step_advantages(parts, sampled.selected)
         probes: list[Trace] = []
         if parts.remote is not None and cluster.max_staleness:
             # Rollouts of older weights cannot show that the engines have the newest ones, and the first group
@@ -208,13 +208,13 @@ class Trainer:
         # The rollouts of the next step may be generated during this update.
         with prefetching as prefetch:
             clock.mark_update_start()
-            trained = interleave(sampled.trained, off_policy)
+            update_traces = interleave(sampled.selected, off_policy)
             version = parts.engine.weight_version if cluster.max_staleness else None
             staleness = {}
             if version is not None:
                 staleness = staleness_metrics(sampled.traces, version=version, limit=cluster.max_staleness)
             update_report = parts.learner.update(
-                trained,
+                update_traces,
                 parts.algorithm,
                 on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
                 version=version,
@@ -251,7 +251,7 @@ class Trainer:
                 )
             if parts.remote is not None:
                 values |= parts.remote.metrics()
-            self._record(sampled, values, collect_node_values(parts, trained, update_report))
+            self._record(sampled, values, collect_node_values(parts, update_traces, update_report))
             if self.async_queue is not None:
                 self.async_queue.on_step_recorded()
             # Only now: what the next rollouts bring to hooks and memories is not part of this step's record.

@@ -148,7 +148,7 @@ class TokenRecord:
 
 
 def token_record(number: int, batch: PackedBatch, inputs: TokenLossInputs) -> TokenRecord:
-    """Of a pass: the trainer's log-probs where the engine sampled, and the ratio with its scale."""
+    """Return the trainer's log-probs and the scaled ratios of a micro-batch."""
     ratio_T = (inputs.logprobs_T.detach() - inputs.old_T).exp() * inputs.ratio_scale_T
     return TokenRecord(
         number=number,

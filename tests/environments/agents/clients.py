@@ -5,18 +5,11 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "The weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
+from tests.environments.agents.programs import WEATHER
+
+
+def run(task: Any) -> Any:
+    return globals()[task.metadata["program"]](task)
 
 
 def sdk_tools(task: Any) -> float:
@@ -78,6 +71,17 @@ def sdk_thinking(task: Any) -> float:
     asked += [*(one.model_dump() for one in second.output), {"role": "user", "content": "so?"}]
     client.responses.create(model="policy", input=asked, tools=tools)
     return float(thought == "It shines.")
+
+
+def sdk_streamed_calls(task: Any) -> float:
+    """Two calls of one turn, as the SDK puts a stream together."""
+    messages: list[Any] = [{"role": "user", "content": task.question}]
+    client = OpenAI(max_retries=0)
+    with client.chat.completions.stream(model="policy", messages=messages, tools=[WEATHER]) as stream:
+        choice = stream.get_final_completion().choices[0]
+    assert choice.finish_reason == "tool_calls", choice
+    calls = [[call.function.name, call.function.arguments] for call in choice.message.tool_calls or ()]
+    return float(calls == [["weather", '{"city": "Oslo"}'], ["weather", '{"town": "Oslo"}']])
 
 
 async def sdk_parallel(task: Any) -> float:
@@ -173,3 +177,40 @@ def smol_code(task: Any) -> float:
 
     agent = CodeAgent(tools=[], model=_model(), max_steps=4, verbosity_level=0)
     return float(agent.run(task.question) == 6)
+
+
+def agents_sdk_defaults(task: Any) -> float:
+    """OpenAI's Agents SDK with a function whose argument has a default, which the policy leaves out."""
+    from agents import Agent, Runner, function_tool, set_tracing_disabled
+
+    set_tracing_disabled(True)
+
+    @function_tool
+    def weather(city: str, days: int = 1) -> str:
+        """The weather of a city."""
+        return f"sunny for {days}"
+
+    agent = Agent(name="Forecaster", instructions="Be brief.", tools=[weather], model="policy")
+    return float(Runner.run_sync(agent, task.question, max_turns=4).final_output == "It is sunny.")
+
+
+def agents_sdk_typed(task: Any) -> float:
+    """OpenAI's Agents SDK with a type for what comes out, and calls one by one."""
+    from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
+    from pydantic import BaseModel
+
+    set_tracing_disabled(True)
+
+    class Weather(BaseModel):
+        sky: str
+
+    @function_tool
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        return "sunny"
+
+    agent = Agent(
+        name="Forecaster", instructions='Answer {"sky": ...}.', tools=[weather], model="policy",
+        output_type=Weather, model_settings=ModelSettings(parallel_tool_calls=False),
+    )  # fmt: skip
+    return float(Runner.run_sync(agent, task.question, max_turns=4).final_output.sky == "sunny")

@@ -1,4 +1,7 @@
-"""Agents that the tests run in processes of their own. None of them knows Outrider."""
+"""Agent programs of the tests. They call the policy with urllib.
+
+:func:`run` runs the program that a task names, so that many tests can share one launcher.
+"""
 
 import json
 import os
@@ -9,7 +12,25 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from typing import Any
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+LOOK: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def run(task: Any) -> Any:
+    return globals()[task.metadata["program"]](task)
 
 
 def post(path: str, body: Any) -> Any:
@@ -155,8 +176,7 @@ def going_on(task: Any) -> float:
 
 def telling(task: Any) -> float:
     """Repeats what an answer says of itself."""
-    tool = {"type": "function", "function": {"name": "look"}}
-    done = post("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [tool]})
+    done = post("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [LOOK]})
     [said] = done["choices"]
     chat([{"role": "user", "content": json.dumps([said["finish_reason"], done["usage"]])}])
     return 1.0
@@ -171,8 +191,7 @@ def thinking(task: Any) -> float:
 
 def halting(task: Any) -> float:
     """Repeats an answer that ended at one of its stop strings, which are the task's answers."""
-    tool = {"type": "function", "function": {"name": "look"}}
-    said = chat([{"role": "user", "content": "a"}], stop=task.answers, tools=[tool])
+    said = chat([{"role": "user", "content": "a"}], stop=task.answers, tools=[LOOK])
     told = [said["content"], said.get("reasoning_content")]
     chat([{"role": "user", "content": json.dumps(told)}])
     return 1.0
@@ -215,19 +234,17 @@ def bulky(task: Any) -> str:
 
 def renaming(task: Any) -> float:
     """Gives the policy's call an id of its own."""
-    tool = {"type": "function", "function": {"name": "look"}}
     messages = [{"role": "user", "content": "a"}]
-    said = chat(messages, tools=[tool])
+    said = chat(messages, tools=[LOOK])
     [call] = said["tool_calls"]
     result = {"role": "tool", "tool_call_id": "mine", "content": "b"}
-    chat([*messages, {**said, "tool_calls": [{**call, "id": "mine"}]}, result], tools=[tool])
+    chat([*messages, {**said, "tool_calls": [{**call, "id": "mine"}]}, result], tools=[LOOK])
     return 1.0
 
 
 def ids(task: Any) -> float:
     """How many different ids two calls have."""
-    tool = {"type": "function", "function": {"name": "look"}}
-    said = chat([{"role": "user", "content": "a"}], tools=[tool])
+    said = chat([{"role": "user", "content": "a"}], tools=[LOOK])
     return float(len({call["id"] for call in said["tool_calls"] if call["id"]}))
 
 
@@ -288,3 +305,218 @@ def cold(task: Any) -> float:
         chat([{"role": "user", "content": "a"}], made_up=1)
         return 1.0
     return float(not chat([{"role": "user", "content": "a"}], made_up=1)["content"])
+
+
+def one_call(task: Any) -> float:
+    """Takes one call a turn, and answers words with a request for it."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    said = chat(messages, tools=[LOOK], parallel_tool_calls=False)
+    if said.get("tool_calls") or said["content"].count("<tool_call>") != 2:
+        raise ValueError(said)
+    messages += [said, {"role": "user", "content": "one, please"}]
+    said = chat(messages, tools=[LOOK], parallel_tool_calls=False)
+    [call] = said["tool_calls"]
+    messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": "seen"}]
+    return float(chat(messages, tools=[LOOK], parallel_tool_calls=False)["content"] == "done")
+
+
+def json_wanted(task: Any) -> float:
+    """How many answers it gets to requests for JSON."""
+    found = 0
+    schema = {"name": "s", "schema": {"type": "object"}}
+    for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
+        try:
+            chat([{"role": "user", "content": "a"}], response_format=wanted)
+        except urllib.error.HTTPError:
+            continue
+        found += 1
+    chat([{"role": "user", "content": "b"}], response_format={"type": "text"})
+    return float(found)
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def beside_others(task: Any) -> Any:
+    """Breaks in the way that the task names, or waits until everybody else has; its pipes are in a folder."""
+    folder, kind = task.question, task.answers[0]
+    chat([{"role": "user", "content": kind}])
+    if kind != "fine":
+        os.open(f"{folder}/{kind}", os.O_WRONLY)
+        return BREAKS[kind]()
+    for other in BREAKS:
+        with open(f"{folder}/{other}") as held:  # at its end when the one that holds it is gone
+            held.read()
+    chat([{"role": "user", "content": "still here"}])
+    return 1.0
+
+
+def _deep() -> Any:
+    found: list[Any] = []
+    for _ in range(100_000):
+        found = [found]
+    return found
+
+
+def _silenced() -> float:
+    sys.stderr.close()
+    raise ValueError("unheard")
+
+
+def _wordless() -> float:
+    raise Wordless
+
+
+def _status() -> float:
+    raise SystemExit(1 << 40 | 3)
+
+
+BREAKS: dict[str, Callable[[], Any]] = {
+    "deep": _deep, "silenced": _silenced, "wordless": _wordless, "status": _status
+}  # fmt: skip
+
+
+def early(task: Any) -> float:
+    raise RuntimeError("no config")
+
+
+def scalar(task: Any) -> Any:
+    """The reward as the object that the question says."""
+    import numpy as np
+
+    chat([{"role": "user", "content": "a"}])
+    return eval(task.question, {"np": np})
+
+
+def overwriting(task: Any) -> Any:
+    chat([{"role": "user", "content": "a"}])
+    return {"reward": 1, "metrics": {task.question: 99}}
+
+
+def recovering(task: Any) -> dict[str, Any]:
+    """Answers each call with an error until there is none. The task lists the expected calls."""
+    expected = json.loads(task.answers[0])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "weather?"}]
+    found: list[list[str]] = []
+    while True:
+        said = chat(messages, tools=[WEATHER])
+        calls = said.get("tool_calls") or []
+        if not calls:
+            break
+        messages.append({key: said[key] for key in ("role", "content", "tool_calls") if key in said})
+        for call in calls:
+            found.append([call["function"]["name"], call["function"]["arguments"]])
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "error: no"})
+    if found != expected:
+        raise ValueError(f"{found} is not {expected}")
+    return {"reward": float(said["content"] == "done")}
+
+
+def recovering_items(task: Any) -> float:
+    """The same with ``/v1/responses``, whose output is sent back unchanged."""
+    tool: dict[str, Any] = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]
+    items: list[Any] = [{"role": "user", "content": "weather?"}]
+    found: list[list[str]] = []
+    while True:
+        out = post("/responses", {"input": items, "tools": [tool]})["output"]
+        items += out
+        calls = [one for one in out if one["type"] == "function_call"]
+        if not calls:
+            break
+        for call in calls:
+            found.append([call["name"], call["arguments"]])
+            items.append({"type": "function_call_output", "call_id": call["call_id"],
+                          "output": [{"type": "input_text", "text": "error: no"}]})  # fmt: skip
+    expected = json.loads(task.answers[0])
+    if found != expected:
+        raise ValueError(f"{found} is not {expected}")
+    return float(out[-1]["content"][0]["text"] == "done")
+
+
+def status_of(messages: list[dict[str, Any]], **fields: Any) -> tuple[int, dict[str, Any]]:
+    try:
+        return 200, chat(messages, **fields)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+def refused_then_asking(task: Any) -> float:
+    """Asks in roles that the task names, which must be refused, in front of a turn and behind one."""
+    roles, reason = json.loads(task.answers[0]), task.answers[1]
+    odd = [{"role": role, "content": role} for role in roles]
+    hello = [{"role": "user", "content": "hello"}]
+    for begun in ([], hello):
+        messages = [*begun, *([chat(begun)] if begun else [])]
+        status, told = status_of([*messages, *odd] if begun else odd)
+        assert status == 400 and reason in told["message"], (status, told)
+        assert (told["type"], told["param"]) == ("invalid_request_error", "messages"), told
+    chat([*messages, {"role": "user", "content": "well?"}])
+    return 1.0
+
+
+def always_refused(task: Any) -> float:
+    """Asks nothing that can be answered, and pays itself."""
+    status, _ = status_of([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}])
+    status, _ = status_of([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
+    return float(status == 400)
+
+
+def always_malformed(task: Any) -> float:
+    """Sends the fields of the task twice, and pays itself."""
+    body = {"messages": [{"role": "user", "content": "a"}], **json.loads(task.answers[0])}
+    for _ in range(2):
+        try:
+            post("/chat/completions", body)
+        except urllib.error.HTTPError as error:
+            assert error.code == 400
+    return 1.0
+
+
+def outgrowing(task: Any) -> float:
+    """A history that grows beyond the context. The task says what it does then: shorten it, fail, or pay."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
+    while True:
+        status, told = status_of(messages)
+        if status != 200:
+            assert (status, told["code"]) == (400, "context_length_exceeded"), (status, told)
+            break
+        messages += [told, {"role": "user", "content": "x" * 300}]
+    if task.answers[0] == "fails":
+        raise RuntimeError("too long")
+    if task.answers[0] == "pays":
+        return 0.5
+    if task.answers[0] == "insists":
+        while True:
+            status_of(messages)
+    assert status_of([{"role": "user", "content": "a summary"}])[0] == 200
+    return 1.0
+
+
+def too_long_at_once(task: Any) -> float:
+    """Its first question fits no context."""
+    if status_of([{"role": "user", "content": "x" * 9000}])[0] == 400 and task.answers[0] == "shortens":
+        chat([{"role": "user", "content": "short"}])
+        return 1.0
+    raise RuntimeError("too long")
+
+
+def log_probs(task: Any) -> float:
+    """Puts an answer together of the bytes of its tokens."""
+    body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "n": 2}
+    for choice in post("/chat/completions", body)["choices"]:
+        tokens = choice["logprobs"]["content"]
+        joined = bytes(byte for one in tokens for byte in one["bytes"])
+        text = choice["message"]["content"]
+        assert joined.startswith(text.encode()) and "\\xf0" in [one["token"] for one in tokens], tokens
+    return 1.0
+
+
+def refused_behind_an_endpoint(task: Any) -> float:
+    """Its second question is refused, and its third is not."""
+    chat([{"role": "user", "content": "hello"}])
+    status, told = status_of([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
+    assert status == 400 and "must be at the beginning" in told["message"], (status, told)
+    chat([{"role": "user", "content": "well?"}])
+    return 1.0

@@ -26,7 +26,7 @@ special tokens (Llama 2), of the beginning alone (Mistral v3), of every word (T5
 class Family:
     """A template with what its tokenizer declares. ``plain`` are added tokens that are not special,
     ``spelled`` markers that are no tokens, ``others`` its further templates by name. ``strips``: special
-    tokens take the white space behind them.
+    tokens take the white space after them.
     """
 
     file: str
@@ -74,7 +74,7 @@ FAMILIES = {
     "llama3": Family(
         file="llama3", eos="<|eot_id|>", bos="<|begin_of_text|>", call_format="llama3_json", variables=_DATE
     ),
-    "mistral": Family(file="mistral", eos="</s>", call_format="llama3_json"),  # behind [TOOL_CALLS], a list
+    "mistral": Family(file="mistral", eos="</s>", call_format="llama3_json"),  # a list after [TOOL_CALLS]
     "gemma": Family(file="gemma", eos="<end_of_turn>", bos="<bos>"),
     "phi3": Family(file="phi3", eos="<|endoftext|>"),
     "phi4": Family(file="phi4", eos=_IM),

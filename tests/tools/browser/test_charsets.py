@@ -48,7 +48,7 @@ PAGES = [
 
 
 @pytest.mark.parametrize(("label", "text", "codec"), PAGES)
-def test_the_servers_label_is_read_as_browsers_read_it(label: str, text: str, codec: str) -> None:
+def test_the_label_of_the_server_is_read_as_by_browsers(label: str, text: str, codec: str) -> None:
     assert decode_page(text.encode(codec), label) == text
     assert decode_page(text.encode(codec), f" {label.upper()} ") == text
 
@@ -62,7 +62,7 @@ def test_the_servers_label_is_read_as_browsers_read_it(label: str, text: str, co
     "<meta name=description content='charset=koi8-r'><meta charset={}>",
     "<meta charset=unknown><meta charset={}>",
 ])  # fmt: skip
-def test_the_pages_own_label_is_read_if_the_server_has_none(
+def test_the_label_of_the_page_is_read_if_the_server_sends_none(
     declaration: str, label: str, text: str, codec: str
 ) -> None:
     page = declaration.format(label)
@@ -70,7 +70,7 @@ def test_the_pages_own_label_is_read_if_the_server_has_none(
         assert decode_page(page.encode() + text.encode(codec), known) == page + text
 
 
-def test_a_mark_at_the_beginning_comes_before_all_labels() -> None:
+def test_a_byte_order_mark_takes_precedence_over_labels() -> None:
     for codec, mark in (
         ("utf-8", b"\xef\xbb\xbf"),
         ("utf-16-le", b"\xff\xfe"),
@@ -95,14 +95,14 @@ def test_a_mark_at_the_beginning_comes_before_all_labels() -> None:
         (b"", "gb2312", ""),
     ],
 )
-def test_what_browsers_do_at_the_edges(content: bytes, label: str | None, text: str) -> None:
+def test_edge_cases_are_decoded_as_by_browsers(content: bytes, label: str | None, text: str) -> None:
     assert decode_page(content, label) == text
 
 
 @pytest.mark.parametrize(
     "label", ["gb2312", "shift_jis", "euc-jp", "euc-kr", "big5", "iso-2022-jp", "utf-16"]
 )
-def test_any_bytes_are_read_in_time_that_grows_with_them(label: str) -> None:
+def test_any_bytes_are_decoded_quickly(label: str) -> None:
     for part in (b"\x8f", b"\xff", b"\x1b$B!", b"<meta ", b"<!--", b'a="', bytes(range(256))):
         assert isinstance(decode_page(part * 1_000, label), str)
         assert isinstance(decode_page(part * 1_000, None), str)

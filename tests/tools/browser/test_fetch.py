@@ -1,4 +1,4 @@
-"""Live pages against servers and addresses that mean no good. Nothing outside of this machine is asked."""
+"""Live pages with hostile servers and addresses. No request leaves this machine."""
 
 import socket
 import threading
@@ -38,10 +38,10 @@ def html(text: str, **headers: str) -> httpx2.Response:
 
 
 def never(request: httpx2.Request) -> httpx2.Response:
-    raise AssertionError(f"asked {request.url}")
+    raise AssertionError(f"request to {request.url}")
 
 
-def test_the_number_is_asked_in_the_name_of_the_host() -> None:
+def test_the_request_goes_to_the_resolved_address_with_the_name_of_the_host() -> None:
     seen: list[httpx2.Request] = []
 
     def respond(request: httpx2.Request) -> httpx2.Response:
@@ -60,7 +60,7 @@ def test_the_number_is_asked_in_the_name_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "why"),
+    ("address", "reason"),
     [
         ("file:///etc/passwd", "Only http and https"),
         ("ftp://a.org/x", "Only http and https"),
@@ -83,15 +83,15 @@ def test_the_number_is_asked_in_the_name_of_the_host() -> None:
         ("\ud800://a.org", "no address"),
     ],
 )
-def test_an_address_that_is_not_allowed_is_never_asked(address: str, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+def test_a_forbidden_address_is_not_requested(address: str, reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
         fetcher(never).page(address)
 
 
 @pytest.mark.parametrize(
     "address", ["http://a.org/", "https://a.org:443/", "https://x.y.b.org/", "HTTPS://A.ORG."]
 )
-def test_an_address_that_is_allowed_is_asked(address: str) -> None:
+def test_an_allowed_address_is_requested(address: str) -> None:
     assert fetcher(lambda request: html("hi")).page(address).text == "hi"
 
 
@@ -137,16 +137,16 @@ def test_redirects_to_allowed_hosts_are_followed_and_bounded() -> None:
         "2002:0a00:0001::", "64:ff9b::7f00:1", "::127.0.0.1", "64:ff9b:1::a00:1", "5f00::1", "400::1",
     ],
 )  # fmt: skip
-def test_a_name_of_a_private_address_is_not_asked(number: str) -> None:
+def test_a_name_with_a_private_address_is_not_requested(number: str) -> None:
     """Also where one of several is private: a second look-up could have given it."""
-    for found in ([number], [PUBLIC, number]):
+    for addresses in ([number], [PUBLIC, number]):
         with pytest.raises(Refused, match="private address"):
-            fetcher(never, lambda host, port, found=found: found).page("https://a.org/")
+            fetcher(never, lambda host, port, addresses=addresses: addresses).page("https://a.org/")
     listed = fetcher(lambda request: html("hi"), lambda host, port: ["10.1.2.3"], private_hosts=["a.org"])
     assert listed.page("https://a.org/").text == "hi"
 
 
-def test_ipv6_is_asked_in_brackets() -> None:
+def test_ipv6_addresses_are_in_brackets() -> None:
     def respond(request: httpx2.Request) -> httpx2.Response:
         return html(str(request.url))
 
@@ -155,7 +155,7 @@ def test_ipv6_is_asked_in_brackets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "why"),
+    ("response", "reason"),
     [
         (httpx2.Response(404, content=b"gone"), "status 404"),
         (httpx2.Response(403), "status 403"),
@@ -168,13 +168,15 @@ def test_ipv6_is_asked_in_brackets() -> None:
         ),
     ],
 )
-def test_what_cannot_be_had_is_told(response: httpx2.Response, why: str) -> None:
-    with pytest.raises(Refused, match=why):
+def test_a_page_that_cannot_be_read_is_refused_with_the_reason(
+    response: httpx2.Response, reason: str
+) -> None:
+    with pytest.raises(Refused, match=reason):
         fetcher(lambda request: response, max_bytes=100).page("https://a.org/")
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
-def test_a_server_that_fails_is_a_fault_and_is_not_kept(status: int) -> None:
+def test_an_error_of_the_server_is_a_fault_and_is_not_cached(status: int) -> None:
     answers = [httpx2.Response(status), html("hi")]
     tool = fetcher(lambda request: answers.pop(0))
     with pytest.raises(ToolFault, match=f"a.org: status {status}"):
@@ -182,7 +184,7 @@ def test_a_server_that_fails_is_a_fault_and_is_not_kept(status: int) -> None:
     assert tool.page("https://a.org/").text == "hi"
 
 
-def test_a_network_that_fails_is_a_fault() -> None:
+def test_an_error_of_the_network_is_a_fault() -> None:
     def respond(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused\x1b[2J")
 
@@ -192,25 +194,23 @@ def test_a_network_that_fails_is_a_fault() -> None:
         fetcher(never, lambda host, port: []).page("https://a.org/")
 
 
-def test_the_name_has_to_be_found_within_the_limit() -> None:
+def test_the_time_limit_includes_the_resolver() -> None:
     """The system's resolver takes no limit; it may hang for minutes."""
-    held = threading.Event()
+    release = threading.Event()
 
     def hang(host: str, port: int) -> list[str]:
-        held.wait(30)
+        release.wait(30)
         return [PUBLIC]
 
     begun = time.monotonic()
     with pytest.raises(ToolFault, match=r"no page within 0\.2 s"):
         fetcher(never, hang, timeout_s=0.2).page("https://a.org/")
-    held.set()
+    release.set()
     assert time.monotonic() - begun < 15  # and not when the resolver is done
 
 
 @pytest.mark.parametrize("number", [socket.EAI_NONAME, socket.EAI_NODATA])
-def test_a_name_that_nobody_has_is_an_answer_and_no_fault(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_an_unknown_host_is_refused_and_no_fault(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise socket.gaierror(number, "unknown")
 
@@ -242,8 +242,8 @@ def test_a_page_over_a_real_connection(tmp_path: Path) -> None:
         "/bare": ("née".encode(), "text/html"),
     }
 
-    def script(asked: Asked) -> Answer:
-        body, kind = pages[asked.path]
+    def script(request: Asked) -> Answer:
+        body, kind = pages[request.path]
         return Answer(body, headers={"Content-Type": kind})
 
     with chat_server(script) as server:
@@ -256,7 +256,7 @@ def test_a_page_over_a_real_connection(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_real_resolver_keeps_this_machine_closed(tmp_path: Path) -> None:
+def test_this_machine_cannot_be_reached_by_default(tmp_path: Path) -> None:
     with chat_server([Answer(b"secret")]) as server:
         tool, url = serving(server, tmp_path, private_hosts=())
         assert "private address" in tool.run_text(url).text
@@ -265,30 +265,30 @@ def test_the_real_resolver_keeps_this_machine_closed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["hold", "trickle", "trickle_headers"])
 def test_a_slow_server_is_a_fault_within_the_limit(tmp_path: Path, how: str) -> None:
-    held = threading.Event()
-    slow = Answer(b"x" * 5000, **{how: held if how == "hold" else True})
+    release = threading.Event()
+    slow = Answer(b"x" * 5000, **{how: release if how == "hold" else True})
     with chat_server([slow]) as server:
         tool, url = serving(server, tmp_path, timeout_s=0.3)
         with pytest.raises(ToolFault, match=r"no page within 0\.3 s"):
             tool.run_text(url)
-        held.set()
+        release.set()
 
 
 def test_a_huge_page_is_not_read_to_its_end(tmp_path: Path) -> None:
     with chat_server([Answer(b"x" * (8 << 20), headers={"Content-Type": "text/plain"})]) as server:
         tool, url = serving(server, tmp_path, max_bytes=1000)
-        found = tool.run_text(url)
-    assert (found.text, found.failed) == ("The page is too large.", True)
+        addresses = tool.run_text(url)
+    assert (addresses.text, addresses.failed) == ("The page is too large.", True)
 
 
-def test_without_the_option_nobody_is_asked(tmp_path: Path) -> None:
+def test_without_the_option_no_request_is_sent(tmp_path: Path) -> None:
     with chat_server([Answer(b"hi")]) as server:
         assert browser(tmp_path).run_text(server.url).failed
         assert server.asked == []
 
 
 @given(st.text(max_size=40))
-def test_no_address_breaks_out_of_the_list(text: str) -> None:
+def test_no_address_leads_to_a_host_outside_the_list(text: str) -> None:
     for address in (text, f"https://{text}", f"https://a.org{text}", f"https://{text}a.org/"):
         try:
             fetcher(lambda request: html(request.headers["Host"])).page(address)
@@ -299,6 +299,6 @@ def test_no_address_breaks_out_of_the_list(text: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["https://a.org", "A.org", "a.org/x", "", "*", "a..org", "[::1", "*.*.org"])
-def test_what_is_no_host_cannot_be_allowed(host: str) -> None:
+def test_allowed_hosts_must_be_hosts(host: str) -> None:
     with pytest.raises(ValueError, match="is no host"):
         FetchSettings(allowed_hosts=[host])

@@ -1,4 +1,4 @@
-"""HTML of strangers: what is text of it, and that no page takes longer than its length is worth."""
+"""Title and text of untrusted HTML, in time proportional to its length."""
 
 import time
 
@@ -28,12 +28,12 @@ from outrider.tools.browser.pages import title_and_text
         ("", "", ""),
     ],
 )
-def test_what_is_text(page: str, title: str, text: str) -> None:
+def test_title_and_text_of_a_page(page: str, title: str, text: str) -> None:
     assert title_and_text(page) == (title, text)
 
 
 @given(st.text(alphabet="<>/!-\"' \nabptscri&#x;1=", max_size=200))
-def test_nothing_raises_and_no_line_is_blank(page: str) -> None:
+def test_any_page_is_read_without_blank_lines(page: str) -> None:
     _, text = title_and_text(page)
     assert all(line.strip() for line in text.split("\n")) or not text
 
@@ -45,8 +45,8 @@ def test_nothing_raises_and_no_line_is_blank(page: str) -> None:
         "&#x", "<p>a ", "<title>", "<a '\"",
     ],
 )  # fmt: skip
-def test_time_grows_with_the_page_and_no_faster(piece: str) -> None:
+def test_time_is_proportional_to_the_length_of_the_page(piece: str) -> None:
     """The parser of the standard library took minutes for some of these."""
-    begun = time.process_time()
-    title_and_text(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - begun < 5
+    start = time.process_time()
+    title_and_text(piece * (400_000 // len(piece)))
+    assert time.process_time() - start < 3

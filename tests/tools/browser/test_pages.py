@@ -1,4 +1,4 @@
-"""Pages of a file: which one a name means, and what a call leads to."""
+"""Pages of a file: names of pages, calls, episodes."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt
+from outrider.environments.environment import EnvironmentTaskSet
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig, system_prompt
 from outrider.errors import ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.base import ToolContext
@@ -35,8 +36,8 @@ TOWER = "Tower\nThe tower stands in Paris.\nIt was built in 1889. It is 330 metr
     ],
 )
 def test_a_page_has_several_names(tmp_path: Path, text: str, shown: str) -> None:
-    found = browser(tmp_path).run_text(text)
-    assert (found.text, found.failed) == (shown, False)
+    output = browser(tmp_path).run_text(text)
+    assert (output.text, output.failed) == (shown, False)
 
 
 @pytest.mark.parametrize(
@@ -50,35 +51,35 @@ def test_a_page_has_several_names(tmp_path: Path, text: str, shown: str) -> None
         ("same | which", "Several pages are called that: https://www.a.org/x/, https://b.org/x"),
     ],
 )
-def test_what_there_is_not_is_told(tmp_path: Path, text: str, shown: str) -> None:
-    found = browser(tmp_path).run_text(text)
-    assert (found.text, found.failed) == (shown, True)
+def test_an_unknown_page_is_an_observation(tmp_path: Path, text: str, shown: str) -> None:
+    output = browser(tmp_path).run_text(text)
+    assert (output.text, output.failed) == (shown, True)
 
 
-def test_only_what_is_looked_for_is_shown(tmp_path: Path) -> None:
+def test_the_passages_about_the_question_are_returned(tmp_path: Path) -> None:
     text = " ".join(f"Chapter {i} is about nothing." for i in range(50))
     rows = [{"title": "Book", "text": f"{text} The whale is white. {text}"}]
-    found = browser(tmp_path, rows, max_chars=200, reader={"passage_chars": 60}).run_text(
+    output = browser(tmp_path, rows, max_chars=200, reader={"passage_chars": 60}).run_text(
         "Book | whale white"
     )
-    assert "The whale is white." in found.text and len(found.text) <= 200 + len("Book\n")
-    assert found.text.startswith("Book\n...\n") and found.text.endswith("\n...")
+    assert "The whale is white." in output.text and len(output.text) <= 200 + len("Book\n")
+    assert output.text.startswith("Book\n...\n") and output.text.endswith("\n...")
 
 
-def test_what_lies_behind_the_limit_of_a_page_is_not_read(tmp_path: Path) -> None:
+def test_text_after_max_page_chars_is_not_read(tmp_path: Path) -> None:
     rows = [{"title": "Book", "text": "nothing. " * 40 + "The whale is white."}]
     tool = browser(tmp_path, rows, max_page_chars=300)
     assert "whale" not in tool.run_text("Book | whale").text
     assert "whale" in browser(tmp_path, rows).run_text("Book | whale").text
 
 
-def test_no_reader_shows_the_beginning(tmp_path: Path) -> None:
+def test_without_a_reader_the_beginning_is_returned(tmp_path: Path) -> None:
     tool = browser(tmp_path, reader={"type": "none"}, max_chars=40)
-    found = tool.run_text("tower | metres")
-    assert found.text == "Tower\n" + TOWER.removeprefix("Tower\n")[:37] + "..."
+    output = tool.run_text("tower | metres")
+    assert output.text == "Tower\n" + TOWER.removeprefix("Tower\n")[:37] + "..."
 
 
-def test_the_contract(tmp_path: Path) -> None:
+def test_the_contract_of_a_plug_in(tmp_path: Path) -> None:
     check_tool(
         browser(tmp_path), texts=("Tower | high", "Sea | a poem | blue", "same", "9" * 3000 + "|" * 500)
     )
@@ -86,40 +87,42 @@ def test_the_contract(tmp_path: Path) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(max_size=60), st.sampled_from(["", "Tower", "Tower |", "https://a.org/x |", "2"]))
-def test_nothing_that_a_policy_writes_raises(tmp_path: Path, text: str, prefix: str) -> None:
-    told = browser(tmp_path).run_text(prefix + text).text
-    assert told.encode("utf-8")
+def test_no_text_of_a_policy_raises(tmp_path: Path, text: str, prefix: str) -> None:
+    shown = browser(tmp_path).run_text(prefix + text).text
+    assert shown.encode("utf-8")
 
 
 def test_equal_content_is_read_once_under_any_name(tmp_path: Path) -> None:
     tool = browser(tmp_path)
-    asked: list[str] = []
+    questions: list[str] = []
     read = tool._reader.read
-    tool._reader = SimpleNamespace(read=lambda page, question: asked.append(question) or read(page, question))  # type: ignore[assignment]
+    tool._reader = SimpleNamespace(
+        read=lambda page, question: questions.append(question) or read(page, question)
+    )  # type: ignore[assignment]
     texts = {tool.run_text(call).text for call in ("Tower | high", "3 |  high", "tower|high")}
-    assert len(texts) == 1 and asked == ["high"]
+    assert len(texts) == 1 and questions == ["high"]
 
 
-def test_a_run_without_pages_stops_before_its_first_rollout(tmp_path: Path) -> None:
-    def having(**files: Path) -> ToolContext:
+def test_missing_pages_stop_the_run_before_its_first_rollout(tmp_path: Path) -> None:
+    def context_with(**files: Path) -> ToolContext:
         return ToolContext(environment=SimpleNamespace(**{"corpus": None, "pages": None} | files))
 
     with pytest.raises(ToolUnavailable, match="no pages, no corpus and no fetch"):
-        Browser.build(BrowserSettings(), having())
+        Browser.build(BrowserSettings(), context_with())
     with pytest.raises(ToolUnavailable, match=r"browser: .*gone\.jsonl: no such file"):
-        Browser.build(BrowserSettings(), having(pages=tmp_path / "gone.jsonl"))
+        Browser.build(BrowserSettings(), context_with(pages=tmp_path / "gone.jsonl"))
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"title": "a"}\n')
     with pytest.raises(ToolUnavailable, match=r"bad\.jsonl:1: no column 'text'"):
-        Browser.build(BrowserSettings(), having(corpus=bad))
+        Browser.build(BrowserSettings(), context_with(corpus=bad))
 
 
-def _family(folder: Path, **settings: Any) -> ToolsTaskSet:
+def _family(folder: Path, **settings: Any) -> EnvironmentTaskSet:
     corpus, data = folder / "corpus.jsonl", folder / "qa.jsonl"
     corpus.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     data.write_text('{"question": "How high?", "answer": "330"}\n')
     tree = {"corpus": corpus, "train": {"path": data}, "tools": ["search", "browser"]} | settings
-    return ToolsTaskSet(ToolsConfig.model_validate(tree))
+    return ToolEnvironment.build(ToolsConfig.model_validate(tree))
 
 
 def test_an_episode_searches_then_reads_and_both_are_calls(tmp_path: Path) -> None:
@@ -130,29 +133,29 @@ def test_an_episode_searches_then_reads_and_both_are_calls(tmp_path: Path) -> No
     assert "<browser>page | what you look for</browser>" in system.content
     assert family.stop == ("</search>", "</browser>", "</answer>")
 
-    def say(text: str) -> Any:
+    def act(text: str) -> Any:
         return environment.step(Message(role="assistant", content=text))
 
-    found = say("<think>a</think><search>built metres</search>")
-    assert "[3] Tower: It was built in 1889." in found.message.content
-    read = say("<browser>[3] | high metres</browser>")
+    output = act("<think>a</think><search>built metres</search>")
+    assert "[3] Tower: It was built in 1889." in output.message.content
+    read = act("<browser>[3] | high metres</browser>")
     assert "330 metres" in read.message.content
     assert (read.tools, read.num_tool_calls) == (("browser",), 1)
-    say("<browser>Nowhere</browser>")
-    end = say(r"<answer>\boxed{330}</answer>")
+    act("<browser>Nowhere</browser>")
+    end = act(r"<answer>\boxed{330}</answer>")
     metrics = environment.result().metrics
     assert (metrics["num_tool_calls_browser"], metrics["num_failed_calls"]) == (2.0, 1.0)
     assert end.reward == pytest.approx(1.1)  # two tools were executed
     factory.close()
 
 
-def test_a_table_sets_it_and_the_short_prompt_names_it(tmp_path: Path) -> None:
+def test_the_short_prompt_names_the_browser(tmp_path: Path) -> None:
     family = _family(tmp_path, tools=[{"type": "browser", "reader": {"type": "none"}}], prompt="short")
-    assert "<browser>...</browser>" in system_prompt(family.config)
+    assert "<browser>...</browser>" in system_prompt(family.settings)
     family.make().close()
 
 
-def test_an_empty_page_says_so(tmp_path: Path) -> None:
+def test_an_empty_page_is_an_observation(tmp_path: Path) -> None:
     tool = browser(tmp_path)
     assert tool._pages is not None
     tool._pages._texts["Tower"] = ["  "]

@@ -1,4 +1,4 @@
-"""What of a page is shown: passages within the limit, or what a chat server says."""
+"""Readers of a page: passages within the limit, or the answer of a chat server."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,23 +23,23 @@ def page(text: str) -> Page:
 
 
 @given(st.text(max_size=400), st.integers(40, 90))
-def test_passages_hold_every_word_in_order_and_the_limit(text: str, size: int) -> None:
+def test_passages_contain_every_word_in_order_within_the_limit(text: str, size: int) -> None:
     pieces = list(split_passages(text, size))
     assert all(0 < len(piece) <= size for piece in pieces)
     assert "".join("".join(pieces).split()) == "".join(text.split())
 
 
 @given(st.text(alphabet="ab. \n", max_size=400), st.text(max_size=9), st.integers(40, 200))
-def test_the_limit_holds_whatever_the_page_and_the_question(text: str, question: str, most: int) -> None:
+def test_the_answer_is_never_longer_than_the_limit(text: str, question: str, most: int) -> None:
     assert len(Bm25Reader(50, most).read(page(text or "."), question)) <= most
 
 
-def test_sentences_stay_whole_and_long_ones_are_cut_at_a_word() -> None:
+def test_passages_end_with_sentences_or_with_words() -> None:
     assert list(split_passages("One is. Two is! Three is?", 16)) == ["One is. Two is!", "Three is?"]
     assert list(split_passages("a" * 20 + " " + "b" * 50, 40)) == ["a" * 20, "b" * 40, "b" * 10]
 
 
-def test_the_best_passages_come_in_the_page_s_order() -> None:
+def test_the_best_passages_are_in_the_order_of_the_page() -> None:
     text = "\n".join(["Red sea."] + [f"Word{i} stands here alone." for i in range(9)] + ["Red red sea sea."])
     assert Bm25Reader(40, 60).read(page(text), "red sea").split("\n") == [
         "Red sea. Word0 stands here alone.", "...", "Red red sea sea.",
@@ -47,20 +47,20 @@ def test_the_best_passages_come_in_the_page_s_order() -> None:
 
 
 @given(st.integers(40, 120))
-def test_a_passage_that_is_found_is_shown_however_small_the_limit(most: int) -> None:
-    """Its marks once took the room that it needed, and the page's beginning was shown as without a hit."""
+def test_a_hit_is_returned_at_any_limit(most: int) -> None:
+    """The marks of omitted text must leave room for it."""
     text = "Nothing is here. " * 20 + "The whale is blue and as long as the text lets it be. " + "No. " * 50
     shown = Bm25Reader(most, most).read(page(text), "whale")
     assert "whale" in shown and NO_MATCH not in shown and len(shown) <= most
 
 
-def test_a_question_without_a_hit_shows_the_beginning_and_says_so() -> None:
+def test_without_a_hit_the_beginning_is_returned_with_a_note() -> None:
     shown = Bm25Reader(40, 70).read(page("Blue is the sea. " * 9), "whale")
     assert shown.startswith(f"{NO_MATCH}\nBlue") and len(shown) == 70
     assert Bm25Reader(40, 70).read(page("?!"), "whale") == "?!"
 
 
-def answering(*replies: Answer) -> Callable[[Asked], Answer]:
+def replies_in_order(*replies: Answer) -> Callable[[Asked], Answer]:
     left = list(replies)
     return lambda asked: SERVED if asked.body is None else (left.pop(0) if len(left) > 1 else left[0])
 
@@ -70,7 +70,7 @@ def reader(url: str, **settings: Any) -> dict[str, Any]:
 
 
 def test_a_model_reads_the_page_once_for_a_question(tmp_path: Path) -> None:
-    script = answering(completion("<think>hm</think> 330 metres."), completion("other"))
+    script = replies_in_order(completion("<think>hm</think> 330 metres."), completion("other"))
     with chat_server(script) as server:
         tool = browser(tmp_path, reader=reader(server.url, max_tokens=9))
         assert tool.run_text("Tower | height").text == "Tower\n330 metres."
@@ -93,13 +93,15 @@ def test_a_model_reads_the_page_once_for_a_question(tmp_path: Path) -> None:
         (completion("a\ud800b"), "a?b"),
     ],
 )
-def test_whatever_a_model_says_is_text_within_the_limit(tmp_path: Path, reply: Answer, shown: str) -> None:
-    with chat_server(answering(reply)) as server:
+def test_any_answer_of_the_model_becomes_text_within_the_limit(
+    tmp_path: Path, reply: Answer, shown: str
+) -> None:
+    with chat_server(replies_in_order(reply)) as server:
         tool = browser(tmp_path, reader=reader(server.url), max_chars=40)
         assert tool.run_text("Tower | height").text == f"Tower\n{shown}"
 
 
-def test_a_page_that_is_too_long_for_the_server_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_a_page_that_is_too_long_for_the_server_is_halved(tmp_path: Path) -> None:
     words = "word " * 1000
     limit = 1500
 
@@ -120,9 +122,9 @@ def test_a_page_that_is_too_long_for_the_server_is_read_from_its_beginning(tmp_p
             tool.run_text("Short | height")
 
 
-def test_a_server_that_fails_is_a_fault_and_is_asked_again_later(tmp_path: Path) -> None:
+def test_an_error_of_the_reader_is_a_fault_and_is_not_cached(tmp_path: Path) -> None:
     broken = Answer("down", status=500)
-    with chat_server(answering(broken, broken, completion("330"))) as server:
+    with chat_server(replies_in_order(broken, broken, completion("330"))) as server:
         tool = browser(tmp_path, reader=reader(server.url))
         with pytest.raises(ToolFault, match=r"the reader's endpoint: .*status 500"):
             tool.run_text("Tower | height")
@@ -130,7 +132,7 @@ def test_a_server_that_fails_is_a_fault_and_is_asked_again_later(tmp_path: Path)
 
 
 @pytest.mark.parametrize("status", [401, 500])
-def test_a_server_that_cannot_be_used_stops_the_run_before_it_begins(tmp_path: Path, status: int) -> None:
+def test_a_reader_that_does_not_respond_stops_the_run_before_it_starts(tmp_path: Path, status: int) -> None:
     with (
         chat_server([Answer("no", status=status)]) as server,
         pytest.raises(ToolUnavailable, match=str(status)),
@@ -138,7 +140,7 @@ def test_a_server_that_cannot_be_used_stops_the_run_before_it_begins(tmp_path: P
         browser(tmp_path, reader=reader(server.url))
 
 
-def test_the_contract_with_a_model_that_never_says_the_same_twice(tmp_path: Path) -> None:
+def test_the_contract_with_a_model_whose_answers_differ(tmp_path: Path) -> None:
     number = iter(range(10**6))
     script: Callable[[Asked], Answer] = lambda asked: (  # noqa: E731
         SERVED if asked.body is None else completion(f"reading {next(number)}")

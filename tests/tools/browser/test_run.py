@@ -1,4 +1,4 @@
-"""A run with the tool in a table of its recipe: it trains, is recorded and goes on."""
+"""A run with the tool ``browser`` in its recipe: training, record, resume."""
 
 import json
 import tomllib
@@ -42,7 +42,9 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_with_a_browser_goes_on_with_its_pages_alone(tmp_path: Path, recipe: dict[str, Any]) -> None:
+def test_a_run_with_a_browser_resumes_only_with_the_same_pages(
+    tmp_path: Path, recipe: dict[str, Any]
+) -> None:
     folder = tmp_path / "run"
     assert outrider.train(recipe, run=folder, progress="none").steps() == (1,)
     written = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
@@ -56,7 +58,7 @@ def test_a_run_with_a_browser_goes_on_with_its_pages_alone(tmp_path: Path, recip
 
 
 @pytest.mark.parametrize(
-    ("table", "told"),
+    ("table", "reason"),
     [
         ({"raeder": {"type": "none"}}, "reader"),
         ({"fetch": {}}, "allowed_hosts"),
@@ -67,10 +69,10 @@ def test_a_run_with_a_browser_goes_on_with_its_pages_alone(tmp_path: Path, recip
         ({"max_chars": 0}, "max_chars"),
     ],
 )
-def test_settings_that_cannot_be_are_told_before_anything_runs(
-    tmp_path: Path, recipe: dict[str, Any], table: dict[str, Any], told: str
+def test_invalid_settings_are_refused_before_the_run_starts(
+    tmp_path: Path, recipe: dict[str, Any], table: dict[str, Any], reason: str
 ) -> None:
     recipe["environment"]["tools"][1] = {"type": "browser", **table}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reason):
         outrider.train(recipe, run=tmp_path / "run", progress="none")
     assert not (tmp_path / "run").exists()

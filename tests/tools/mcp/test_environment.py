@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.environments.base import Episode  # noqa: E402
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet  # noqa: E402
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig  # noqa: E402
 from outrider.rollout.episode import Sampling  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport, Scheduler  # noqa: E402
 from outrider.rollout.settings import Limits
@@ -27,12 +27,14 @@ def config(tool: Any, **options: Any) -> ToolsConfig:
 
 def test_the_contract_of_an_environment(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "2 and 3?", "answer": "5"}\n')
-    family = ToolsTaskSet(config(fake(only=["add", "shout"]), train={"path": tmp_path / "tasks.jsonl"}))
+    family = ToolEnvironment.build(
+        config(fake(only=["add", "shout"]), train={"path": tmp_path / "tasks.jsonl"})
+    )
     check_environment(family, texts=['<add>{"a": 2, "b": 3}</add>', "<answer>5</answer>"])
 
 
 def test_native_calls() -> None:
-    factory = ToolsTaskSet(config(fake(only=["add"]), protocol="hermes")).make()
+    factory = ToolEnvironment.build(config(fake(only=["add"]), protocol="hermes")).make()
     environment = factory(Task(key="t", question="q", answers=("5",)))
     environment.reset(0)
     turn = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -46,7 +48,7 @@ def test_native_calls() -> None:
 
 def play(settings: ToolsConfig, turns: list[str], *, num_rollouts: int, max_retries: int) -> RolloutReport:
     """Generate rollouts that all write these turns."""
-    family = ToolsTaskSet(settings)
+    family = ToolEnvironment.build(settings)
     factory = family.make()
     engine = scripted(lambda request, text: turns[text.count("<result>")])
     try:

@@ -11,7 +11,7 @@ pytest.importorskip("mcp", reason="needs the extra mcp")
 
 from outrider.config import Settings, load_settings, to_toml  # noqa: E402
 from outrider.environments.base import EnvironmentConfig  # noqa: E402
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet, system_prompt  # noqa: E402
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig, system_prompt  # noqa: E402
 from outrider.errors import ConfigError  # noqa: E402
 from outrider.tools.mcp.session import select_tools  # noqa: E402
 from outrider.tools.mcp.tool import McpConfig  # noqa: E402
@@ -71,14 +71,14 @@ def test_reading_a_recipe_starts_nothing_and_keeps_every_setting(tmp_path: Path)
 
 def test_the_prompt_contains_the_tools_of_the_server() -> None:
     config = ToolsConfig.model_validate({"tools": ["python", fake(only=["add", "shout"])]})
-    assert ToolsTaskSet(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
+    assert ToolEnvironment.build(config).stop == ("</python>", "</add>", "</shout>", "</answer>")
     assert 'Write <add>{"a": 1, "b": 1}</add> for this: Do add. a (integer); b' in system_prompt(config)
 
 
 def test_equal_names_of_two_servers_need_a_prefix() -> None:
     alike = [fake(only=["add"]), fake(name="others", only=["add", "shout"])]
     with pytest.raises(ConfigError, match=r"environment\.tools: .*each once: 'add' is there twice"):
-        ToolsTaskSet(ToolsConfig.model_validate({"tools": alike}))
+        ToolEnvironment.build(ToolsConfig.model_validate({"tools": alike}))
     apart = [alike[0], alike[1].model_copy(update={"prefix": "other_"})]
     assert ToolsConfig.model_validate({"tools": apart}).tool_names() == ("add", "other_add", "other_shout")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.tool_qa.environment import ToolsConfig, ToolsTaskSet
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.errors import ConfigError, ToolUnavailable
 from outrider.tools.python import sandbox
 from outrider.tools.python.tool import PythonTool, PythonToolConfig, cut, extract_code
@@ -224,7 +224,7 @@ def test_a_lock_that_does_not_work_is_reported_before_the_first_rollout(
     monkeypatch.setattr(sandbox, "seccomp_works", lambda: False)
     monkeypatch.setattr(sandbox, "problems", tuple)
     with pytest.raises(ToolUnavailable, match="does not hold"):
-        ToolsTaskSet(ToolsConfig(tools=("python",))).make()
+        ToolEnvironment.build(ToolsConfig(tools=("python",))).make()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The process that runs agent programs: it imports the agent once and forks a child for every episode.
 
 Requests and reports are JSON lines on the socket at file descriptor 0. When the socket ends, because the
-trainer closed it or was killed, every program and what it started is killed.
+trainer closed it or was killed, every program and its children are killed.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from outrider.environments.base import as_float
@@ -29,109 +30,62 @@ from outrider.plugins.imports import import_function
 from outrider.tools.python import sandbox
 from outrider.types import Task
 
-# The functions that a recipe names, and how they are called.
-
-
 FunctionRole: TypeAlias = Literal["function", "reward", "expert"]
 _ARGUMENTS: Final[Mapping[FunctionRole, tuple[str, ...]]] = {
     "function": ("task",),
     "reward": ("task", "result"),
     "expert": ("task", "messages"),
 }
+_TAIL_BYTES: Final = 8 << 10  # of a program's output
+_MAX_RESULT: Final = 4 << 20
+_POLL_S: Final = 0.2  # between checks for the end of children whose pipe another process has open
 
 
 def load_function(key: FunctionRole, path: str) -> Callable[..., Any]:
-    """The function at ``path``. Raises ConfigError unless it is there and can be called as ``key`` is."""
+    """Import the function of a setting. Raises ConfigError unless it can be called with the setting's
+    arguments.
+    """
     function = import_function(path, *_ARGUMENTS[key])
     if key == "expert" and inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{path} is a coroutine: an expert is called, and not awaited")
+        raise ConfigError(f"{path} is a coroutine function; define the expert with def")
     return function
 
 
-# What a program came back with, as the JSON text that its launcher is told: some text whatever it is.
-
-
-def normalize_reward(value: Any) -> Any:
-    """A reward as :func:`~outrider.environments.agent.server.read_reward` takes it: a pair of a number and
-    a mapping is a reward with its metrics, as many libraries give it.
-    """
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        return {"reward": value[0], "metrics": dict(value[1])}
-    return value
-
-
-def result_to_json(result: Mapping[str, Any]) -> str:
-    """``result`` as JSON; where that cannot be, why not, under ``unusable``."""
-    try:
-        return json.dumps(result, default=_plain)
-    except Exception as error:  # somebody else's object may raise anything
-        kind = type(result.get("value")).__name__
-        return json.dumps(
-            {"unusable": f"what came back cannot be written as JSON ({kind}): {one_line_text(error)}"}
-        )
-
-
-def format_error(error: BaseException) -> str:
-    """An exception in one line."""
-    return f"{type(error).__name__}: {one_line_text(error)}"
-
-
-def one_line_text(value: object) -> str:
-    """The words of an object, such as an exception, in one line."""
-    try:
-        return " ".join(str(value).split())
-    except BaseException:  # what a program wrote is as total as it wants
-        return "(it has no words)"
-
-
-def _plain(value: Any) -> float:
-    """A number of NumPy's, PyTorch's or another library's; NaN stands for what is not finite."""
-    try:
-        return as_float(value, "")
-    except NonFiniteResult:
-        return math.nan
-    except InvalidResult as error:
-        raise TypeError(f"{type(value).__name__} is no number") from error
-
-
-_TAIL_BYTES: Final = 8 << 10  # of what a program prints
-_MAX_RESULT: Final = 4 << 20
-_POLL_S: Final = 0.2  # how often a child is looked for whose pipe somebody else holds open
-
-
 class CommandFailed(Exception):
-    """A command has ended badly: its last words say why, and no traceback of ours stands behind them."""
+    """A command ended with an error. The text explains it, so no traceback is printed."""
 
 
 @dataclass(slots=True)
 class _Child:
-    """A program that runs, and what came of it so far."""
+    """A running program, and its result and output so far."""
 
     name: int
     pid: int
-    result: int  # read ends of its pipes
-    output: int
-    value: bytearray = field(default_factory=bytearray)
+    result_pipe: int  # read ends
+    output_pipe: int
+    result: bytearray = field(default_factory=bytearray)
     tail: bytearray = field(default_factory=bytearray)
 
 
 def main(settings_json: str) -> None:
-    """Import what the recipe names, say so, and serve. ``settings_json`` is JSON: ``function`` or
-    ``command``, and ``reward``.
+    """Import the agent, report that it is ready, and serve.
+
+    ``settings_json`` is a JSON object with ``function`` or ``command``, and ``reward``.
     """
     sock = socket.socket(fileno=os.dup(0))
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers block SIGINT, and what they start
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's workers and their children block SIGINT
     settings = json.loads(settings_json)
+    command: Sequence[str] = settings["command"]
     try:
-        run = _runner(settings)
+        run = partial(_run_command, command) if command else load_function("function", settings["function"])
         reward = load_function("reward", settings["reward"]) if settings["reward"] else None
-        if reward is None and settings["command"]:
-            reward = _no_reward
     except (OutriderError, Exception, SystemExit) as error:
         _send(sock, {"failed": f"{type(error).__name__}: {error}"})
         return
+    if command and reward is None:  # the output of a command is no reward: the command posts it
+        reward = lambda task, output: None  # noqa: E731
     gc.collect()
     gc.freeze()
     _send(sock, {"ready": True})
@@ -139,36 +93,17 @@ def main(settings_json: str) -> None:
         _Launcher(sock, run, reward).serve()
 
 
-def _runner(settings: Mapping[str, Any]) -> Callable[[Task], Any]:
-    command: Sequence[str] = settings["command"]
-    if not command:
-        return load_function("function", settings["function"])
+def _run_command(command: Sequence[str], task: Task) -> str:
+    """Run a command with the task as JSON on its standard input, and return its standard output.
 
-    def run(task: Task) -> str:
-        """The program's standard output is its answer; the task is its standard input, as JSON."""
-        words = [word.replace("{question}", task.question) for word in command]
-        fields = {
-            "key": task.key,
-            "question": task.question,
-            "answers": task.answers,
-            "metadata": task.metadata,
-        }
-        return _run_command(words, json.dumps(fields)).strip()
-
-    return run
-
-
-def _no_reward(task: Task, output: str) -> None:
-    """What a command prints is no reward, unless a function reads it: the command posts its reward."""
-
-
-def _run_command(words: Sequence[str], stdin_text: str) -> str:
-    """What a command prints. It runs under a keeper whose input this process holds: the kernel ends this one
-    with the launcher, but nothing that a command has started. Raises CommandFailed where it fails.
+    A supervisor ends it and its children with this process: the kernel would only end this process itself.
+    Raises CommandFailed.
     """
+    words = [word.replace("{question}", task.question) for word in command]
+    fields = {name: getattr(task, name) for name in ("key", "question", "answers", "metadata")}
     status_read, status_write = os.pipe()
     with tempfile.TemporaryFile() as stdin, open(status_read, encoding="utf-8", errors="replace") as line:
-        stdin.write(stdin_text.encode())
+        stdin.write(json.dumps(fields).encode())
         stdin.seek(0)
         with subprocess.Popen(
             supervised_command(words, stdin_fd=stdin.fileno(), status_fd=status_write),
@@ -182,11 +117,11 @@ def _run_command(words: Sequence[str], stdin_text: str) -> str:
             status = line.read().strip() or f"{words[0]} was killed"
     if not status.endswith(f"{STATUS_PREFIX}0"):
         raise CommandFailed(status)
-    return output.decode("utf-8", "replace")
+    return output.decode("utf-8", "replace").strip()
 
 
 class _Launcher:
-    """One thread, which waits for requests, for what programs print, and for their ends."""
+    """One thread that waits for requests, the output of programs, and their ends."""
 
     def __init__(
         self, sock: socket.socket, run: Callable[[Task], Any], reward: Callable[..., Any] | None
@@ -200,7 +135,7 @@ class _Launcher:
         self._lines = bytearray()
 
     def serve(self) -> None:
-        """Until the socket ends."""
+        """Serve until the socket ends."""
         try:
             while self._poll():
                 pass
@@ -232,52 +167,48 @@ class _Launcher:
         return bool(data)
 
     def _start(self, request: Mapping[str, Any]) -> None:
-        result, result_end = os.pipe()
-        output, output_end = os.pipe()
+        result_pipe, result_end = os.pipe()
+        output_pipe, output_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                self._close_inherited()
-                os.close(result)
+                self._sock.close()
+                self._selector.close()
+                os.close(result_pipe)
+                for sibling in self._children.values():
+                    os.close(sibling.result_pipe)
+                    os.close(sibling.output_pipe)
                 _run_child(request, result_end, output_end, self._run, self._reward)
-            finally:  # what ran up from here would end in this copy of serve(), which kills every sibling
+            finally:  # an exception would otherwise end in this copy of serve(), which kills all siblings
                 os._exit(1)
         os.close(result_end)
         os.close(output_end)
-        child = _Child(request["name"], pid, result, output)
-        self._children[child.name] = child
-        for pipe in (result, output):
+        child = self._children[request["name"]] = _Child(request["name"], pid, result_pipe, output_pipe)
+        for pipe in (result_pipe, output_pipe):
             os.set_blocking(pipe, False)
             self._selector.register(pipe, selectors.EVENT_READ, child)
-
-    def _close_inherited(self) -> None:
-        """In a child: close what is the launcher's."""
-        self._sock.close()
-        self._selector.close()
-        for child in self._children.values():
-            os.close(child.result)
-            os.close(child.output)
 
     def _read_pipe(self, child: _Child, pipe: int) -> None:
         with contextlib.suppress(BlockingIOError):
             data = os.read(pipe, 1 << 16)
             if not data:
                 self._selector.unregister(pipe)
-            elif pipe == child.result:
-                child.value += data
-                if len(child.value) > _MAX_RESULT:
+            elif pipe == child.result_pipe:
+                child.result += data
+                if len(child.result) > _MAX_RESULT:
                     _kill(child.pid)
             else:
                 child.tail = (child.tail + data)[-_TAIL_BYTES:]
 
     def _reap(self, child: _Child) -> None:
-        """Report a child that has ended, and end what it left behind."""
+        """If a child has ended, kill what it left in its process group, and report its end."""
         pid, status = os.waitpid(child.pid, os.WNOHANG)
         if pid == 0:
             return
-        _kill_rest(child.pid)
-        for pipe in (child.result, child.output):
-            for _ in range(64):  # what is still in the pipe
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        for pipe in (child.result_pipe, child.output_pipe):
+            for _ in range(64):  # the rest of the pipe
                 if pipe not in self._selector.get_map():
                     break
                 self._read_pipe(child, pipe)
@@ -285,10 +216,11 @@ class _Launcher:
                 self._selector.unregister(pipe)
             os.close(pipe)
         del self._children[child.name]
+        is_too_long = len(child.result) > _MAX_RESULT
         _send(self._sock, {
             "name": child.name,
             "status": os.waitstatus_to_exitcode(status),
-            "result": child.value.decode("utf-8", "replace") if len(child.value) <= _MAX_RESULT else "",
+            "result": "" if is_too_long else child.result.decode("utf-8", "replace"),
             "tail": child.tail.decode("utf-8", "replace"),
         })  # fmt: skip
 
@@ -300,7 +232,7 @@ def _run_child(
     run: Callable[[Task], Any],
     reward: Callable[..., Any] | None,
 ) -> NoReturn:
-    """In the child: run the program, write what came of it, end."""
+    """In the child: run the program, write its result to the pipe, exit."""
     status = 1
     try:
         os.setsid()
@@ -308,30 +240,31 @@ def _run_child(
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(request["environment"])
-        for name in ("no_proxy", "NO_PROXY"):  # the endpoint is on this machine, whatever leads out of it
+        for name in ("no_proxy", "NO_PROXY"):  # the endpoint is on this machine
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1")))
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
         value = _call(run, task)
-        outcome: dict[str, Any] = {
-            "value": normalize_reward(value if reward is None else _call(reward, task, value))
-        }
+        value = value if reward is None else _call(reward, task, value)
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+            value = {"reward": value[0], "metrics": dict(value[1])}  # the pair that many libraries return
+        outcome: dict[str, Any] = {"value": value}
         status = 0
     except SystemExit as error:
         status = error.code & 0xFF if isinstance(error.code, int) else 1 if error.code else 0
-        suffix = "" if isinstance(error.code, int) else f": {one_line_text(error.code)}"
+        suffix = "" if isinstance(error.code, int) else f": {_one_line(error.code)}"
         outcome = {"error": f"it exited with status {status}{suffix}"} if status else {"value": None}
     except CommandFailed as error:
-        outcome = {"failed": one_line_text(error)}
+        outcome = {"failed": _one_line(error)}
     except BaseException as error:
         with contextlib.suppress(BaseException):  # it may have closed its standard error
             traceback.print_exc()
-        outcome = {"error": format_error(error)}
+        outcome = {"error": f"{type(error).__name__}: {_one_line(error)}"}
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
     with contextlib.suppress(OSError), open(result, "wb") as pipe:
-        pipe.write(result_to_json(outcome).encode())
+        pipe.write(_outcome_json(outcome).encode())
     os._exit(status)
 
 
@@ -340,19 +273,41 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
+def _outcome_json(outcome: Mapping[str, Any]) -> str:
+    """The outcome as JSON; if that is not possible, the reason under ``unusable``."""
+    try:
+        return json.dumps(outcome, default=_plain_number)
+    except Exception as error:  # a user's object may raise anything
+        kind = type(outcome.get("value")).__name__
+        return json.dumps(
+            {"unusable": f"what came back cannot be written as JSON ({kind}): {_one_line(error)}"}
+        )
+
+
+def _plain_number(value: Any) -> float:
+    """Convert a number of NumPy, PyTorch or another library; NaN stands for NaN and infinity."""
+    try:
+        return as_float(value, "")
+    except NonFiniteResult:
+        return math.nan
+    except InvalidResult as error:
+        raise TypeError(f"{type(value).__name__} is no number") from error
+
+
+def _one_line(value: object) -> str:
+    try:
+        return " ".join(str(value).split())
+    except BaseException:  # a user's __str__ may raise anything
+        return "(no text)"
+
+
 def _kill(pid: int) -> None:
-    """A program with all that it started and left in its group."""
+    """Kill a program and its process group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
-        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        with contextlib.suppress(ProcessLookupError):  # it has no process group of its own yet
             os.kill(pid, signal.SIGKILL)
-
-
-def _kill_rest(pid: int) -> None:
-    """What a program that has ended left in its group; nobody can have taken its number meanwhile."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _send(sock: socket.socket, value: Mapping[str, Any]) -> None:

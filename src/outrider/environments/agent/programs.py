@@ -1,4 +1,7 @@
-"""The trainer's end of the launcher: starts programs, hears how they ended, kills them."""
+"""The trainer's side of the processes that run episodes of programs.
+
+Requests and reports are JSON lines on the process's file descriptor 0, which is a socket.
+"""
 
 import contextlib
 import itertools
@@ -8,27 +11,27 @@ import socket
 import subprocess
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from outrider.errors import EnvironmentFault, ToolUnavailable
 from outrider.plugins.imports import search_folders
 from outrider.types import Task
 
-# A process that plays episodes for the trainer: requests and reports are JSON lines on its descriptor 0.
-
-
-_NUMBERS: Final = itertools.count(1)  # unique in the trainer: a process may take the place of another one
-_MAX_PROCESSES: Final = 8  # of a run; an agent that kills its own launcher would do so for ever
-_DRAIN_S: Final = 1.0  # for the last words of a process that has ended
+ONE_THREAD: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""Environment variables, so that programs do not disturb the trainer's OpenMP team."""
+_NUMBERS: Final = itertools.count(1)  # of episodes; unique, because a process may be replaced by another one
+_MAX_PROCESSES: Final = 8  # per run; an agent that kills its own launcher would restart it forever
+_DRAIN_S: Final = 1.0  # for the last output of a process that has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """How a program ended: its exit status (negative: a signal), what it came back with as JSON text, and the
-    end of what it printed.
+    """The end of a program: its exit status (negative: a signal), its result as JSON text, and the end of its
+    output.
     """
 
     status: int
@@ -39,26 +42,8 @@ class Report:
 OnEnd = Callable[[Report], None]
 
 
-class ProgramRunner(Protocol):
-    """Whoever starts the programs that ask the policy. Called from several threads."""
-
-    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        """Start a program; its number. ``environment`` says where the policy is and under which key, in
-        OpenAI's variables. ``on_end`` is called once. Raises EnvironmentFault where nothing can be started.
-        """
-        ...
-
-    def kill(self, number: int) -> None:
-        """End a program and what it started; one that has ended is none."""
-        ...
-
-    def close(self) -> None:
-        """End all of it. May be called twice."""
-        ...
-
-
 class WorkerProcess:
-    """The process, which first says that it is ready, or why not."""
+    """A process that runs episodes. Its first line reports that it is ready, or why not."""
 
     def __init__(
         self,
@@ -70,18 +55,37 @@ class WorkerProcess:
         first: Mapping[str, Any] | None = None,
         is_quiet: bool = False,
     ) -> None:
-        """Start it, send it ``first``, and wait ``start_s`` seconds at most until it is ready.
-        ``description`` names it in messages. Of what a quiet one writes to its standard error only the last
-        line is told, and only when it dies. Raises ToolUnavailable.
+        """Start the process and wait until it is ready.
+
+        Args:
+            command: the command and its arguments.
+            environment: its environment variables.
+            description: its name in messages.
+            start_s: time limit in seconds.
+            first: a request to send at the start.
+            is_quiet: whether its standard error is hidden; only the last line is then reported if it dies.
+
+        Raises ToolUnavailable.
         """
         self._description = description
         self._last_stderr_line = b""
-        self._lock = threading.Lock()  # never held while something is sent, or nobody would read meanwhile
+        self._lock = threading.Lock()  # not held while sending: the reader would wait, and a deadlock follow
         self._sending = threading.Lock()
         self._callbacks: dict[int, OnEnd] = {}
         self._sock, child_end = socket.socketpair()
         with child_end:
-            self._process = self._start_process(command, environment, child_end, is_quiet=is_quiet)
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=child_end.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE if is_quiet else None,
+                    env=dict(environment),
+                    start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
+                )
+            except OSError as error:
+                self._sock.close()
+                raise ToolUnavailable(f"{description} cannot be started: {error}") from error
         self._lines = self._sock.makefile("rb")
         self._drain = threading.Thread(target=self._drain_stderr, daemon=True, name=f"outrider {description}")
         self._drain.start()
@@ -91,37 +95,19 @@ class WorkerProcess:
             raise ToolUnavailable(f"{description} cannot be loaded: {self.ready_message['failed']}")
         self._sock.settimeout(None)
         self.is_over = False
-        """Whether it is gone; nothing can be started in it."""
+        """Whether the process is gone and has reported all episodes."""
         threading.Thread(target=self._read_reports, daemon=True, name=f"outrider {description}").start()
 
     @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    @property
     def is_alive(self) -> bool:
-        """Whether it can start programs."""
+        """Whether it can start episodes."""
         return not self.is_over and self._process.poll() is None
 
-    def _start_process(
-        self, command: Sequence[str], environment: Mapping[str, str], end: socket.socket, *, is_quiet: bool
-    ) -> subprocess.Popen[bytes]:
-        try:
-            return subprocess.Popen(
-                command,
-                stdin=end.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if is_quiet else None,
-                env=dict(environment),
-                start_new_session=True,  # Ctrl-C is for the trainer, which then stops the programs
-            )
-        except OSError as error:
-            self._sock.close()
-            raise ToolUnavailable(f"{self._description} cannot be started: {error}") from error
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def _read_ready_message(self, start_s: float, first: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """What the process says first; ``failed`` where it is not ready."""
         self._sock.settimeout(start_s)
         try:
             if first is not None:
@@ -137,8 +123,17 @@ class WorkerProcess:
         return ready_message
 
     def begin(self, request: Mapping[str, Any], on_end: OnEnd) -> int:
-        """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where the process
-        is gone.
+        """Start an episode.
+
+        Args:
+            request: what the process needs.
+            on_end: is called once, in another thread.
+
+        Returns:
+            The episode's number.
+
+        Raises:
+            EnvironmentFault: if the process is gone.
         """
         number = next(_NUMBERS)
         with self._lock:
@@ -155,7 +150,7 @@ class WorkerProcess:
         return number
 
     def kill(self, number: int) -> None:
-        """End an episode and what it started; one that has ended is none."""
+        """Kill an episode's processes, unless it has ended."""
         with self._lock:
             if number not in self._callbacks:
                 return
@@ -163,7 +158,7 @@ class WorkerProcess:
             self._send({"kill": number})
 
     def close(self) -> None:
-        """End all of it. May be called twice."""
+        """End the process with all episodes; may be called twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # the process then ends every episode
         self._sock.close()
@@ -184,9 +179,9 @@ class WorkerProcess:
         return f" ({words})" if words else ""
 
     def _drain_stderr(self) -> None:
-        errors = self._process.stderr
+        stderr = self._process.stderr
         with contextlib.suppress(OSError, ValueError):
-            for line in iter(lambda: errors.readline(1 << 12), b"") if errors is not None else ():
+            for line in iter(lambda: stderr.readline(1 << 12), b"") if stderr is not None else ():
                 self._last_stderr_line = line if line.strip() else self._last_stderr_line
 
     def _send(self, value: Mapping[str, Any]) -> None:
@@ -212,34 +207,35 @@ class WorkerProcess:
             on_end(Report(status=-9, result=json.dumps({"fault": self._exit_message()}), tail=""))
 
 
-class RestartingProcess:
-    """Such a process, and another one where it is gone. Called from several threads."""
+class ProgramRunner(ABC):
+    """Runs episodes of programs in a worker process, which is replaced if it is gone. Thread-safe."""
 
     def __init__(self, launch: Callable[[], WorkerProcess]) -> None:
-        """Start it. Raises ToolUnavailable."""
+        """Start the process. Raises ToolUnavailable."""
         self._launch = launch
         self._lock = threading.Lock()
         self._num_processes = 1
         self._is_closed = False
         self._process = launch()
 
+    @abstractmethod
+    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
+        """Start a program and return the episode's number, as :meth:`WorkerProcess.begin` does.
+
+        ``environment`` contains the URL and the key of the policy, in OpenAI's variables.
+        """
+
     @property
     def pid(self) -> int:
-        """Of the process that runs now."""
+        """Process id of the current process."""
         return self._process.pid
 
-    def begin(self, request: Mapping[str, Any], on_end: OnEnd) -> int:
-        """Start an episode; its number. ``on_end`` is called once. Raises EnvironmentFault where that cannot
-        be.
-        """
-        return self._live_process().begin(request, on_end)
-
     def kill(self, number: int) -> None:
-        """End an episode and what it started; one that has ended is none."""
+        """Kill an episode's processes, unless it has ended."""
         self._process.kill(number)
 
     def close(self) -> None:
-        """End all of it. May be called twice."""
+        """End the process with all episodes; may be called twice."""
         with self._lock:
             self._is_closed = True
             self._process.close()
@@ -264,35 +260,34 @@ from outrider.environments.agent.launcher import main
 main(sys.argv[1])
 os._exit(0)  # without waiting for threads that the agent has started
 """
-# One thread: programs must not disturb the trainer's OpenMP team.
-ONE_THREAD: Final = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _HIDDEN: Final = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 
 
-class Programs(RestartingProcess):
-    """Starts programs by a launcher, and another launcher where one is gone. Called from several threads."""
+class AgentPrograms(ProgramRunner):
+    """Runs an agent in children of a launcher (:mod:`outrider.environments.agent.launcher`)."""
 
     def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
-        """Start the launcher, which imports the agent. Raises ToolUnavailable where that fails."""
-        settings_json = json.dumps({"function": function, "command": list(command), "reward": reward})
-        super().__init__(lambda: _launch(settings_json))
+        """Start the launcher, which imports the agent. Raises ToolUnavailable."""
+        settings = {"function": function, "command": list(command), "reward": reward}
+
+        def launch() -> WorkerProcess:
+            path = [entry or os.getcwd() for entry in sys.path]
+            path += [folder for folder in recipe_folders() if folder not in path]
+            environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+            return WorkerProcess(
+                [sys.executable, "-c", _BOOT, json.dumps(settings), json.dumps(path)],
+                environment | ONE_THREAD,
+                description="the agent program",
+                start_s=_START_S,
+            )
+
+        super().__init__(launch)
 
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        return self.begin({"task": asdict(task), "environment": dict(environment)}, on_end)
-
-
-def _launch(settings_json: str) -> WorkerProcess:
-    path = [entry or os.getcwd() for entry in sys.path]
-    path += [folder for folder in recipe_folders() if folder not in path]
-    environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
-    return WorkerProcess(
-        [sys.executable, "-c", _BOOT, settings_json, json.dumps(path)],
-        environment | ONE_THREAD,
-        description="the agent program",
-        start_s=_START_S,
-    )
+        request = {"task": asdict(task), "environment": dict(environment)}
+        return self._live_process().begin(request, on_end)
 
 
 def recipe_folders() -> list[str]:
-    """Where a recipe's own modules may lie: beside it, and in the current folder."""
+    """Folders of a recipe's own modules: that of the recipe, and the current one."""
     return [str(folder) for folder in (*search_folders(), Path.cwd())]

@@ -8,14 +8,13 @@ floor plans, rules and texts; the published ones run in the package's engine.
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.alfworld import play as published
 from outrider.environments.alfworld.made_games import (
     TASK_TYPES,
     VERBS,
@@ -24,19 +23,18 @@ from outrider.environments.alfworld.made_games import (
     make_scene,
     shortest_plan,
 )
-from outrider.environments.alfworld.play import OfflineGame
+from outrider.environments.alfworld.play import Engines, OfflineGame, PublishedGame, new_engine, plan_game
 from outrider.environments.base import (
     SPLITS,
-    EnvironmentFactory,
     EnvironmentSettings,
     Split,
     known_split,
     require_tasks,
     split_size,
 )
-from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
+from outrider.environments.text_games import Game, Reply, TextGame
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
-from outrider.types import Message, Task
+from outrider.types import Task
 
 # Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
 _LOAD_S: Final = 20.0
@@ -110,183 +108,125 @@ class AlfworldConfig(EnvironmentSettings):
             raise ConfigError(f"{task.key} is no task of the ALFWorld games {self.name}")
         return known_split(str(task.metadata["split"]), "ALFWorld")
 
-
-class OfflineGames:
-    """Games made from floor plans, in pure Python. Methods raise ConfigError for a task of other games."""
-
-    def __init__(self, config: AlfworldConfig) -> None:
-        self._config = config
-
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The tasks of a split. ``digest`` in the metadata is a hash of the whole game."""
-        types, name = self._config.task_types, self._config.name
-        tasks = []
-        for number in range(split_size(self._config, split) or 0):
-            task_type, index = types[number % len(types)], number // len(types)
-            scene = make_scene(self._config.game_seed, split, task_type, index)
-            tasks.append(
-                Task(
-                    key=f"alfworld/{name}/{split}/{task_type}/{index}",
-                    question=scene.goal.text,
-                    metadata={
-                        "games": name, "split": split, "task_type": task_type, "index": index,
-                        "floor_plan": scene.floor_plan, "digest": scene.digest,
-                    },
-                )
-            )  # fmt: skip
-        return tuple(tasks)
-
-    def check(self) -> None:
-        """Raises ToolUnavailable if a game cannot be started on this machine."""
-
-    def opener(self, task: Task) -> Callable[[], Game]:
-        """A function that starts the game of a task."""
-        return partial(OfflineGame, self._scene(task))
-
-    def plan(self, task: Task) -> tuple[str, ...]:
-        """Commands that win the game."""
-        return shortest_plan(self._scene(task))
-
-    def _scene(self, task: Task) -> Scene:
-        split, index = self._config.task_split(task), task.metadata.get("index")
-        task_type = next(
-            (known for known in self._config.task_types if known == task.metadata["task_type"]), None
-        )
-        if task_type is None or not isinstance(index, int):
-            raise ConfigError(f"{task.key} is of no type in environment.task_types")
-        scene = make_scene(self._config.game_seed, split, task_type, index)
-        if scene.digest != task.metadata.get("digest"):
-            raise ConfigError(f"{task.key} is another game than the one that is made here")
-        return scene
+    def game_file(self, task: Task) -> Path:
+        """The file of a published game."""
+        assert self.data is not None
+        return self.data / FOLDERS[self.task_split(task)] / str(task.metadata["name"]) / GAME
 
 
-class PublishedGames:
-    """Game files below a folder, played by the package, with the methods of :class:`OfflineGames`.
-    ``new_engine`` replaces the package in tests.
+class AlfworldEnvironment(TextGame):
+    """One episode. The return is ``reward_scale`` for a game that is won, else 0. ``shared`` are the engines
+    of published games.
     """
 
-    def __init__(
-        self, config: AlfworldConfig, data: Path, new_engine: Callable[[], Any] | None = None
-    ) -> None:
-        self._config = config
-        self._data = data
-        self._substitute = new_engine
-        self._players = published.Engines(new_engine or published.new_engine)
-        self._planners = published.Engines(new_engine or partial(published.new_engine, with_plan=True))
+    Settings = AlfworldConfig
+    name = "alfworld"
+    title = "ALFWorld"
+    prompt = PROMPT
+    reported = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
+    new_engine: ClassVar[Callable[..., Any]] = staticmethod(new_engine)
+    """Makes an engine; tests replace it."""
 
-    def tasks(self, split: Split) -> tuple[Task, ...]:
-        """The first games of a split, sorted by folder name. As in the package, games that are not marked as
-        solvable and those with a movable receptacle or a slice are left out. Raises DataError if none is
-        left.
-        """
-        limit = split_size(self._config, split)
-        root = self._data / FOLDERS[split]
-        tasks: list[Task] = []
-        for file in sorted(root.rglob("traj_data.json")):
-            if limit is not None and len(tasks) >= limit:
-                break
-            name = file.parent.relative_to(root).as_posix()
-            if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
-                continue
-            if task := self._read_task(file, split, name):
-                tasks.append(task)
-        if not tasks and limit != 0:
+    @classmethod
+    def tasks(cls, settings: AlfworldConfig, split: str) -> Sequence[Task]:
+        """The tasks of a split. Raises DataError if the published games are missing."""
+        known = known_split(split, "ALFWorld")
+        size = split_size(settings, known)
+        if settings.data is None:
+            return tuple(made_task(settings, known, number) for number in range(size or 0))
+        tasks = tuple(islice(published_tasks(settings, known), size))
+        if not tasks and size != 0:
             raise DataError(
-                f"{root} contains no solvable ALFWorld game of these types; run alfworld-download"
+                f"{settings.data / FOLDERS[known]} contains no solvable ALFWorld game of these types; run "
+                "alfworld-download"
             )
-        return tuple(tasks)
+        return tasks
 
-    def _read_task(self, file: Path, split: Split, name: str) -> Task | None:
-        try:
-            task_type = json.loads(file.read_bytes())["task_type"]
-            content = file.with_name(GAME).read_bytes()
-            game = json.loads(content)
-            goal = _TASK.search(game["grammar"])
-            is_match = task_type in self._config.task_types and bool(game.get("solvable"))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
-        if not is_match:
+    @classmethod
+    def open_shared(cls, settings: AlfworldConfig) -> Engines | None:
+        """The engines of published games, after one of the games was started. Raises ToolUnavailable."""
+        if settings.data is None:
             return None
-        return Task(
-            key=f"alfworld/published/{split}/{name}",
-            question=goal[1] if goal else name,
-            metadata={
-                "games": self._config.name, "split": split, "task_type": task_type, "name": name,
-                "digest": hashlib.sha256(content).hexdigest(),
-            },
-        )  # fmt: skip
-
-    def check(self) -> None:
-        if self._substitute is None:
-            published.check_package()
-        split = next(split for split in SPLITS if split_size(self._config, split) != 0)
+        split = next(split for split in SPLITS if split_size(settings, split) != 0)
+        one = settings.model_copy(update={f"num_{split}": 1})
+        engines = Engines(cls.new_engine)
         try:
-            self.opener(self.tasks(split)[0])().close()
+            PublishedGame(settings.game_file(cls.tasks(one, split)[0]), engines).close()
         except EnvironmentFault as error:
             raise ToolUnavailable(f"ALFWorld does not run here: {error}") from error
+        return engines
 
-    def opener(self, task: Task) -> Callable[[], Game]:
-        return partial(published.PublishedGame, self._path(task), self._players)
+    def open_game(self) -> Game:
+        if self.settings.data is None:
+            return OfflineGame(made_scene(self.settings, self.task))
+        return PublishedGame(self.settings.game_file(self.task), self.shared)
 
-    def plan(self, task: Task) -> tuple[str, ...]:
-        return published.plan_game(self._path(task), self._planners)
-
-    def _path(self, task: Task) -> Path:
-        return self._data / FOLDERS[self._config.task_split(task)] / str(task.metadata["name"]) / GAME
-
-
-class AlfworldEnvironment(GameEnvironment):
-    """One episode. The return is ``reward_scale`` for a game that is won, else 0."""
-
-    name = "ALFWorld"
-    metrics = ("num_moves", "num_turns", "num_invalid", "num_refused", "cut_by_moves")
-
-    def __init__(self, *, config: AlfworldConfig, open_game: Callable[[], Game]) -> None:
-        num_shown = config.num_shown_actions if config.show_admissible else 0
-        super().__init__(open_game, max_moves=config.max_moves, num_shown=num_shown)
-        self._config = config
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        (message,) = super().reset(seed)
-        return (Message(role="user", content=PROMPT + message.content),)
+    def solution(self) -> Sequence[str]:
+        if self.settings.data is None:
+            return shortest_plan(made_scene(self.settings, self.task))
+        return plan_game(self.settings.game_file(self.task), self.shared)
 
     @property
-    def _value(self) -> float:
-        return self._config.reward_scale * self._record.won
+    def value(self) -> float:
+        return float(self.settings.reward_scale * self._reply.won)
 
-    def _classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
+    def classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
         """The game gives the same reply to an unknown verb and to a command that is not possible now."""
         invalid = reply.refused and command.partition(" ")[0] not in VERBS
         return invalid, reply.refused and not invalid
 
 
-class AlfworldTaskSet(GameTaskSet):
-    """The ALFWorld games of a config. ``new_engine`` replaces the package in tests."""
+def made_task(settings: AlfworldConfig, split: Split, number: int) -> Task:
+    """Task ``number`` of the games made offline. ``digest`` in the metadata is a hash of the whole game."""
+    types, name = settings.task_types, settings.name
+    task_type, index = types[number % len(types)], number // len(types)
+    scene = make_scene(settings.game_seed, split, task_type, index)
+    return Task(
+        key=f"alfworld/{name}/{split}/{task_type}/{index}",
+        question=scene.goal.text,
+        metadata={
+            "games": name, "split": split, "task_type": task_type, "index": index,
+            "floor_plan": scene.floor_plan, "digest": scene.digest,
+        },
+    )  # fmt: skip
 
-    Settings = AlfworldConfig
-    name = "alfworld"
 
-    def __init__(self, config: AlfworldConfig, *, new_engine: Callable[[], Any] | None = None) -> None:
-        self.config = config
-        self._games = (
-            OfflineGames(config) if config.data is None else PublishedGames(config, config.data, new_engine)
-        )
-        self._tasks: dict[Split, tuple[Task, ...]] = {}
+def made_scene(settings: AlfworldConfig, task: Task) -> Scene:
+    """The game of a task. Raises ConfigError for a task of other games."""
+    split, index = settings.task_split(task), task.metadata.get("index")
+    task_type = next((known for known in settings.task_types if known == task.metadata["task_type"]), None)
+    if task_type is None or not isinstance(index, int):
+        raise ConfigError(f"{task.key} is of no type in environment.task_types")
+    scene = make_scene(settings.game_seed, split, task_type, index)
+    if scene.digest != task.metadata.get("digest"):
+        raise ConfigError(f"{task.key} is another game than the one that is made here")
+    return scene
 
-    def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split. Raises DataError if the published games are missing."""
-        known = known_split(split, "ALFWorld")
-        if known not in self._tasks:
-            self._tasks[known] = self._games.tasks(known)
-        return self._tasks[known]
 
-    def make(self) -> EnvironmentFactory:
-        """Start one of the published games as a check. Raises ToolUnavailable."""
-        self._games.check()
-        return super().make()
-
-    def environment(self, task: Task) -> AlfworldEnvironment:
-        return AlfworldEnvironment(config=self.config, open_game=self._games.opener(task))
-
-    def solution(self, task: Task) -> Sequence[str]:
-        return self._games.plan(task)
+def published_tasks(settings: AlfworldConfig, split: Split) -> Iterator[Task]:
+    """The published games of a split, sorted by folder name. As in the package, games that are not marked as
+    solvable and those with a movable receptacle or a slice are left out.
+    """
+    assert settings.data is not None
+    root = settings.data / FOLDERS[split]
+    for file in sorted(root.rglob("traj_data.json")):
+        name = file.parent.relative_to(root).as_posix()
+        if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
+            continue
+        try:
+            task_type = json.loads(file.read_bytes())["task_type"]
+            content = file.with_name(GAME).read_bytes()
+            game = json.loads(content)
+            goal = _TASK.search(game["grammar"])
+            is_match = task_type in settings.task_types and bool(game.get("solvable"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
+        if is_match:
+            yield Task(
+                key=f"alfworld/published/{split}/{name}",
+                question=goal[1] if goal else name,
+                metadata={
+                    "games": settings.name, "split": split, "task_type": task_type, "name": name,
+                    "digest": hashlib.sha256(content).hexdigest(),
+                },
+            )  # fmt: skip

@@ -54,18 +54,19 @@ class Engines:
     loads its own copy of the planner's library, which a process never unloads, so engines are reused.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[..., Any]) -> None:
+        """``make`` takes ``with_plan``: whether the engine also plans."""
         self._make = make
-        self._free: list[Any] = []
+        self._free: dict[bool, list[Any]] = {False: [], True: []}
 
-    def borrow(self) -> Any:
+    def borrow(self, *, with_plan: bool = False) -> Any:
         try:
-            return self._free.pop()
+            return self._free[with_plan].pop()
         except IndexError:
-            return self._make()
+            return self._make(with_plan=with_plan)
 
-    def release(self, engine: Any) -> None:
-        self._free.append(engine)
+    def release(self, engine: Any, *, with_plan: bool = False) -> None:
+        self._free[with_plan].append(engine)
 
 
 class PublishedGame:
@@ -119,10 +120,10 @@ class PublishedGame:
 def plan_game(path: Path, engines: Engines) -> tuple[str, ...]:
     """The plan of the engine's own planner; empty if it finds none. Raises EnvironmentFault."""
     with _turn(f"cannot plan the game {path}"):
-        engine = engines.borrow()
+        engine = engines.borrow(with_plan=True)
         engine.load(str(path))
         plan = tuple(engine.reset()["policy_commands"])
-        engines.release(engine)
+        engines.release(engine, with_plan=True)
         return plan
 
 

@@ -7,7 +7,7 @@ policy's fault.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from outrider.environments.base import Split, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment, ToolResources
 from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
 from outrider.errors import DataError
 from outrider.seeding import stream_seed
@@ -75,83 +75,75 @@ class FactbookConfig(EpisodeConfig):
         return self
 
 
-class FactbookTaskSet:
-    """The tasks of one Factbook and one search index, both loaded once."""
+@cache
+def _book() -> Factbook:
+    return load_factbook()
+
+
+@cache
+def _search(passages: Literal["fields", "facts"], config: SearchConfig) -> SearchTool:
+    return SearchTool(fact_passages(_book()) if passages == "facts" else _book().passages, config)
+
+
+@cache
+def _split_tasks(settings: FactbookConfig, split: Split) -> tuple[Task, ...]:
+    """The tasks of a split: the questions for which :func:`is_solved` holds."""
+    questions = [
+        question
+        for question in build_questions(_book(), split, tuning=settings.tuning)
+        if len(question.hops) in settings.hops
+    ]
+    search = cache(_search(settings.passages, settings.search).run)  # many questions share a search
+    solvable = [
+        question
+        for question in questions
+        if is_solved([search(hop.query) for hop in question.hops], question)
+    ]
+    if not solvable:
+        raise DataError(
+            f"factbook: no question of {split!r} with hops {settings.hops} can be solved by its expert"
+        )
+    tasks = interleave([_task(question) for question in solvable], settings.seed)
+    return tuple(tasks[: split_size(settings, split)])
+
+
+class FactbookEnvironment(ToolEnvironment):
+    """The tasks of one Factbook and one search index, both loaded once per process."""
 
     Settings = FactbookConfig
     name = "factbook"
-    protocol = "inline"
-    stateful = False
 
-    def __init__(self, config: FactbookConfig) -> None:
-        self.config = config
-        self.stop = stop_strings(("search",))
-        self._tasks: dict[Split, tuple[Task, ...]] = {}
-
-    @cached_property
-    def _factbook(self) -> Factbook:
-        return load_factbook()
-
-    @cached_property
-    def _search(self) -> SearchTool:
-        facts = self.config.passages == "facts"
-        return SearchTool(
-            fact_passages(self._factbook) if facts else self._factbook.passages, self.config.search
-        )
-
-    def tasks(self, split: str) -> Sequence[Task]:
+    @classmethod
+    def tasks(cls, settings: FactbookConfig, split: str) -> Sequence[Task]:
         """The tasks of a split. Raises DataError if data are missing or no question is left."""
-        known = known_split(split, "factbook")
-        if known not in self._tasks:
-            built = build_questions(self._factbook, known, tuning=self.config.tuning)
-            solvable = self._solvable([q for q in built if len(q.hops) in self.config.hops])
-            if not solvable:
-                raise DataError(
-                    f"factbook: no question of {split!r} with hops "
-                    f"{self.config.hops} can be solved by its expert"
-                )
-            tasks = interleave([_task(question) for question in solvable], self.config.seed)
-            self._tasks[known] = tuple(tasks[: split_size(self.config, known)])
-        return self._tasks[known]
+        return _split_tasks(settings, known_split(split, "factbook"))
 
-    def make(self) -> ToolEnvironmentFactory:
+    @classmethod
+    def stop_strings(cls, settings: FactbookConfig) -> tuple[str, ...]:
+        return stop_strings(("search",))
+
+    @classmethod
+    def open_shared(cls, settings: FactbookConfig) -> ToolResources:
         """Load data and index. Raises DataError if this fails."""
-        return ToolEnvironmentFactory(
-            tools=[self._search], config=self.config, system_prompt=self.config.system_prompt
-        )
+        tools = [_search(settings.passages, settings.search)]
+        return ToolResources(tools=tools, settings=settings, system_prompt=settings.system_prompt)
 
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step]:
+    def expert(self) -> Sequence[Step]:
         """The gold searches with their real results, then the answer."""
-        queries, reveals = _texts(task, "gold_queries"), _texts(task, "reveals")
+        queries, reveals = _texts(self.task, "gold_queries"), _texts(self.task, "reveals")
         thoughts = [_FIRST_THOUGHT, *(f"{fact}." for fact in reveals[:-1])]
         steps = [
             Step(
                 text=f"{self._thought(thought)}<search>{query}</search>",
-                observation=render_result(self._search.run(query).text),
+                observation=render_result(self.shared.tools.run_text("search", query).text),
             )
             for thought, query in zip(thoughts, queries, strict=True)
         ]
-        last = f"{self._thought('Found it.')}<answer>\\boxed{{{task.answers[0]}}}</answer>"
+        last = f"{self._thought('Found it.')}<answer>\\boxed{{{self.task.answers[0]}}}</answer>"
         return (*steps, Step(text=last, observation="", is_terminal=True))
 
     def _thought(self, text: str) -> str:
-        return f"<think>{text}</think>" if self.config.expert_thinks else ""
-
-    def _solvable(self, questions: Sequence[Question]) -> list[Question]:
-        """The questions for which :func:`is_solved` holds."""
-        memo: dict[str, SearchResult] = {}
-        for question in questions:
-            for hop in question.hops:
-                if hop.query not in memo:
-                    memo[hop.query] = self._search.run(hop.query)
-        return [
-            question
-            for question in questions
-            if is_solved([memo[hop.query] for hop in question.hops], question)
-        ]
+        return f"<think>{text}</think>" if self.settings.expert_thinks else ""
 
 
 def is_solved(results: Sequence[SearchResult], question: Question) -> bool:

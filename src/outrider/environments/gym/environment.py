@@ -27,7 +27,7 @@ from outrider.types import Message, Task
 _NUM_STEPS: Final = 4
 
 
-class Gym(Environment):
+class GymEnvironment(Environment):
     """One episode. The observation is a user message, and the return the sum of the environment's rewards.
 
     An exception of the environment is a fault. An environment that raises one for some text of the policy
@@ -135,17 +135,18 @@ def copies_are_exact(recipe: Recipe, config: GymConfig) -> bool:
     probes = recipe.action.probes
     turns = [probes[number % len(probes)] for number in range(_NUM_STEPS + 1)]
     try:
-        alone, again = (_play(Gym(config, recipe), task, turns) for _ in range(2))
+        alone, again = (_play(GymEnvironment(config, recipe), task, turns) for _ in range(2))
         # If the seed does not determine the environment, there is nothing to compare with.
         expected = alone if alone == again else None
         return all(
-            _copy_matches(Gym(config, recipe), task, turns, step, expected) for step in range(_NUM_STEPS)
+            _copy_matches(GymEnvironment(config, recipe), task, turns, step, expected)
+            for step in range(_NUM_STEPS)
         )
     except Exception:  # an environment may raise anything when it is copied
         return False
 
 
-def _play(environment: Gym, task: Task, turns: Sequence[str]) -> list[StepResult]:
+def _play(environment: GymEnvironment, task: Task, turns: Sequence[str]) -> list[StepResult]:
     """The results of the turns without a copy."""
     results: list[StepResult] = []
     with closing(environment):
@@ -158,7 +159,11 @@ def _play(environment: Gym, task: Task, turns: Sequence[str]) -> list[StepResult
 
 
 def _copy_matches(
-    original: Gym, task: Task, turns: Sequence[str], step: int, expected: Sequence[StepResult] | None
+    original: GymEnvironment,
+    task: Task,
+    turns: Sequence[str],
+    step: int,
+    expected: Sequence[StepResult] | None,
 ) -> bool:
     seen: list[StepResult] = []
     with ExitStack() as opened:

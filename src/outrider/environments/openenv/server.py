@@ -27,9 +27,8 @@ from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
 from outrider.engines.chat import HttpAnswer, HttpClient
-from outrider.environments.process_supervisor import supervised_command
+from outrider.environments.process_supervisor import drain_output, supervised_command
 from outrider.environments.seeded import SeedSettings
-from outrider.environments.simulator_process import drain_output
 from outrider.errors import EnvironmentFault
 from outrider.plugins.imports import search_folders
 

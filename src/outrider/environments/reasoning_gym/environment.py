@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
@@ -18,15 +19,16 @@ from outrider.config import Settings
 from outrider.environments.base import SPLITS, Split, known_split, split_size
 from outrider.environments.tool_qa.environment import (
     EpisodeConfig,
-    ToolEnvironmentFactory,
+    ToolEnvironment,
     ToolName,
+    ToolResources,
     load_tools,
     tool_tags,
     usages,
     validate_tools,
     waiting_s,
 )
-from outrider.environments.tool_qa.rewards import RewardConfig, stop_strings
+from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.base import SingleFlightCache
@@ -173,10 +175,15 @@ def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
         "datasets": [dataset.model_dump(mode="json") for dataset in config.datasets],
         "splits": {split: (split_size(config, split), config.first_seed(split)) for split in SPLITS},
     }
+    return _run_generator(json.dumps(request))
+
+
+@cache
+def _run_generator(request: str) -> dict[str, tuple[Task, ...]]:
     paths = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, "-P", "-X", "utf8", "-m", _GENERATOR_PROGRAM],
-        input=json.dumps(request),
+        input=request,
         capture_output=True,
         encoding="utf-8",
         env=os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)},
@@ -247,71 +254,46 @@ class SandboxedVerifier:
         return min(max(float(score), 0.0), 1.0) if score is not None and math.isfinite(score) else None
 
 
-class ReasoningGymFactory(ToolEnvironmentFactory):
-    """Makes environments, and owns the tools and the verifier."""
-
-    def __init__(self, config: ReasoningGymConfig) -> None:
-        """Raises ToolUnavailable if a tool, the sandbox or the package is missing."""
-        check_package()
-        self.verifier = SandboxedVerifier(allow_unsafe=config.unsafe_verifier)
-        try:
-            super().__init__(
-                tools=load_tools(config.tools, config),
-                config=config,
-                system_prompt=system_prompt(config),
-                verifier=self.verifier,
-            )
-        except BaseException:
-            self.verifier.close()
-            raise
-
-    def close(self) -> None:
-        """Close the tools and the verifier; may be called twice."""
-        super().close()
-        self.verifier.close()
-
-
-class ReasoningGymTaskSet:
+class ReasoningGymEnvironment(ToolEnvironment):
     """The generated tasks of a config."""
 
     Settings = ReasoningGymConfig
     name = "reasoning_gym"
-    protocol: Literal["inline", "chat"] = "inline"
-    stateful = False
 
-    def __init__(self, config: ReasoningGymConfig) -> None:
-        self.config = config
-        # A native turn ends with the policy's message.
-        self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
-        self._splits: dict[str, tuple[Task, ...]] | None = None
-
-    def tasks(self, split: str) -> Sequence[Task]:
+    @classmethod
+    def tasks(cls, settings: ReasoningGymConfig, split: str) -> Sequence[Task]:
         """The tasks of a split. Raises ToolUnavailable without the package, and DataError if a data set has
         too few questions.
         """
         known = known_split(split, "reasoning_gym")
-        if self._splits is None:
-            check_package()
-            self._splits = generate(self.config)
-        return self._splits[known]
+        check_package()
+        return generate(settings)[known]
 
-    def make(self) -> ReasoningGymFactory:
+    @classmethod
+    def open_shared(cls, settings: ReasoningGymConfig) -> ToolResources:
         """Start the tools and the verifier's sandbox. Raises ToolUnavailable or DataError."""
-        return ReasoningGymFactory(self.config)
+        check_package()
+        verifier = SandboxedVerifier(allow_unsafe=settings.unsafe_verifier)
+        try:
+            tools = load_tools(settings.tools, settings)
+        except BaseException:
+            verifier.close()
+            raise
+        return ToolResources(
+            tools=tools, settings=settings, system_prompt=system_prompt(settings), verifier=verifier
+        )
 
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+    def expert(self) -> Sequence[Step] | None:
         """The package's own answer without reasoning, which teaches the format; None if there is no answer,
         or if the format requires thoughts.
         """
-        if not task.answers or not self.config.has_experts:
+        if not self.task.answers or not self.settings.has_experts:
             return None
-        answer = task.answers[0]
-        box = "\\boxed{%s}" if self.config.reward.require_boxed else "%s"
-        text = box % answer if self.config.call_format is not None else f"<answer>{box % answer}</answer>"
+        answer = self.task.answers[0]
+        box = "\\boxed{%s}" if self.settings.reward.require_boxed else "%s"
+        is_native = self.settings.call_format is not None
+        text = box % answer if is_native else f"<answer>{box % answer}</answer>"
         return (Step(text=text, observation="", is_terminal=True),)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 def system_prompt(config: ReasoningGymConfig) -> str:

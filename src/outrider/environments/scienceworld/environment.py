@@ -10,20 +10,20 @@ import importlib.util
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split
+from outrider.environments.environment import Environment
 from outrider.environments.scienceworld import tasks as texts
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, SimulatorPool
 from outrider.environments.text_games import STOP, parse_action, play_commands, render_valid_actions
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
-from outrider.types import Message, Step, Task
+from outrider.types import Step, Task
 
 FULL_SCORE: Final = 100
 
@@ -99,87 +99,117 @@ class ScienceWorldConfig(EnvironmentSettings):
         return [] if self.deterministic else list(self.task_names)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Record:
-    """Counters of one episode."""
+class ScienceWorldEnvironment(Environment):
+    """One episode on a borrowed simulator. ``shared`` is the pool of simulators."""
 
-    score: int = 0
-    num_moves: int = 0
-    num_turns: int = 0
-    num_invalid: int = 0
-    num_ambiguous: int = 0
-    num_corrected: int = 0
-    cut_by_moves: bool = False
-    done: bool = False
-    is_ambiguous: bool = False
-    """Whether the simulator waits for the number of a meaning."""
+    Settings = ScienceWorldConfig
+    name = "scienceworld"
+    stop = (STOP,)
+    can_copy = False
 
-
-class ScienceWorldEnvironment:
-    """One episode on a borrowed simulator; the observation is a user message."""
-
-    def __init__(self, *, task: Task, config: ScienceWorldConfig, pool: SimulatorPool) -> None:
-        """Borrow nothing before :meth:`reset`. Raises ConfigError for a task of another environment."""
-        self._task_name, self._variation = identity(task)
-        self._config = config
-        self._pool = pool
+    def __init__(self, settings: Any = None, shared: Any = None) -> None:
+        super().__init__(settings, shared)
         self._simulator: JavaSimulator | None = None
         # close() may come from another thread than step(); a simulator must be returned exactly once.
         self._lock = threading.Lock()
         self._closed = False
         self._is_busy = False
-        self._record = _Record()
+        self._start()
 
-    def reset(self, seed: int) -> Sequence[Message]:
+    def _start(self) -> None:
+        names = ("score", "num_moves", "num_turns", "num_invalid", "num_ambiguous", "num_corrected")
+        self.metrics = dict.fromkeys((*names, "wrong_focus", "cut_by_moves"), 0.0)
+        self._is_over = False
+        self._is_ambiguous = False  # whether the simulator waits for the number of a meaning
+        self._corrects = self.settings.correct_actions
+
+    @classmethod
+    def start_simulator(cls, settings: ScienceWorldConfig) -> Any:
+        """Start a simulator; tests replace it."""
+        return JavaSimulator(find_launch(settings))
+
+    @classmethod
+    def tasks(cls, settings: ScienceWorldConfig, split: str) -> Sequence[Task]:
+        """The tasks of the simulator's own split; needs no Java."""
+        known = known_split(split, "ScienceWorld")
+        limit: int | None = getattr(settings, f"num_{known}_variations")
+        return texts.make_tasks(settings.task_names, known, limit)
+
+    @classmethod
+    def open_shared(cls, settings: ScienceWorldConfig) -> SimulatorPool:
+        """Start one simulator and compare its number of variations with ours. Raises ToolUnavailable."""
+        pool = SimulatorPool(
+            start=lambda: cls.start_simulator(settings),
+            num_workers=settings.num_workers,
+            borrow_limit_s=settings.borrow_limit_s,
+        )
+        expected = {name: texts.NUM_VARIATIONS[name] for name in settings.task_names}
+        try:
+            simulator = pool.borrow()
+            sizes = {name: simulator.num_variations(name) for name in expected}
+            pool.release(simulator)
+        except EnvironmentFault as error:
+            pool.close()
+            raise ToolUnavailable(f"ScienceWorld does not run here: {error}") from error
+        if sizes != expected:
+            pool.close()
+            raise ToolUnavailable(
+                f"this ScienceWorld has other variations ({sizes}) than our frozen splits ({expected})"
+            )
+        return pool
+
+    def reset(self, task: Task, seed: int) -> str:
         """Borrow a simulator and start the episode.
 
         ``seed`` is not used: the simulator's draws depend on the task's variation only, so all rollouts of a
         task start in the same state (up to the order of listed objects if the config is not deterministic).
         """
+        task_name, variation = identity(task)
         self._return_simulator()
-        self._record = _Record()
-        self._simulator = simulator = self._pool.borrow()
+        self._start()
+        self._simulator = simulator = self.shared.borrow()
         if self._closed:  # closed during the wait; nothing else would return the simulator
             self._return_simulator()
             raise EnvironmentFault("the ScienceWorld environment was closed while it waited for a simulator")
         with self._call():
             opening = simulator.load(
-                task_name=self._task_name,
-                variation=self._variation,
-                simplification=self._config.simplification,
+                task_name=task_name, variation=variation, simplification=self.settings.simplification
             )
             observation = opening.observation + self._listing(simulator)
-        prompt = texts.render_prompt(
+        return texts.render_prompt(
             task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
         )
-        return (Message(role="user", content=prompt),)
 
-    def step(self, message: Message) -> StepResult:
-        """Execute the command of the turn."""
-        record, simulator = self._record, self._simulator
-        if record.done:
+    def step(self, action: str) -> StepResult:
+        if self._is_over:
             raise RuntimeError("the ScienceWorld episode has ended")
-        if simulator is None:
-            raise EnvironmentFault(
-                "the ScienceWorld environment has no simulator (never reset, closed, or its simulator died)"
-            )
-        record.num_turns += 1
-        command, problem = parse_action(message.content)
+        simulator = self._require_simulator()
+        self.metrics["num_turns"] += 1
+        command, problem = parse_action(action)
         if problem:
-            record.num_invalid += 1
-            return StepResult(message=Message(role="user", content=problem), invalid=True)
+            self.metrics["num_invalid"] += 1
+            return StepResult(message=problem, invalid=True)
         with self._call():
             return self._act(simulator, command)
 
     def result(self) -> EpisodeResult:
         """The scaled score as the return; ``score`` in the metrics is neither clipped nor scaled."""
-        record = self._record
-        counts = ("score", "num_moves", "num_turns", "num_invalid", "num_ambiguous", "num_corrected")
-        metrics = {name: float(getattr(record, name)) for name in counts}
-        metrics |= {"wrong_focus": float(record.score < 0), "cut_by_moves": float(record.cut_by_moves)}
+        score = self.metrics["score"]
         return EpisodeResult(
-            episode_return=self._scale(record.score), success=record.score >= FULL_SCORE, metrics=metrics
+            episode_return=self._scale(score), success=score >= FULL_SCORE, metrics=dict(self.metrics)
         )
+
+    def expert(self) -> Sequence[Step] | None:
+        """Steps of the simulator's gold path; None if it does not reach 100 within ``max_moves``."""
+        task_name, variation = identity(self.task)
+        simulator = self._require_simulator()
+        with self._call():
+            gold = simulator.gold_actions(
+                task_name=task_name, variation=variation, simplification=self.settings.simplification
+            )
+        self.reset(self.task, 0)
+        self._corrects = False
+        return play_commands(self, gold)
 
     def close(self) -> None:
         """Return the simulator, for good; may be called twice.
@@ -190,13 +220,20 @@ class ScienceWorldEnvironment:
         self._closed = True
         self._return_simulator(kill=self._is_busy)
 
+    def _require_simulator(self) -> JavaSimulator:
+        if self._simulator is None:
+            raise EnvironmentFault(
+                "the ScienceWorld environment has no simulator (never reset, closed, or its simulator died)"
+            )
+        return self._simulator
+
     def _return_simulator(self, *, kill: bool = False) -> None:
         with self._lock:
             simulator, self._simulator = self._simulator, None
         if simulator is not None:
             if kill:
                 simulator.close()
-            self._pool.release(simulator)
+            self.shared.release(simulator)
 
     @contextmanager
     def _call(self) -> Iterator[None]:
@@ -211,48 +248,54 @@ class ScienceWorldEnvironment:
             self._is_busy = False
 
     def _act(self, simulator: JavaSimulator, command: str) -> StepResult:
-        record = self._record
+        metrics = self.metrics
         reply = simulator.act(self._corrected(simulator, command))
         unreadable = texts.is_unreadable(reply.observation)
-        record.is_ambiguous = texts.is_ambiguous(reply.observation)
-        record.num_invalid += unreadable
-        record.num_ambiguous += record.is_ambiguous
-        reward = self._scale(reply.score) - self._scale(record.score)
-        record.score, record.num_moves = reply.score, reply.num_moves
+        self._is_ambiguous = texts.is_ambiguous(reply.observation)
+        metrics["num_invalid"] += unreadable
+        metrics["num_ambiguous"] += self._is_ambiguous
+        reward = self._scale(reply.score) - self._scale(metrics["score"])
         over = reply.completed or reply.score < 0
-        record.cut_by_moves = not over and reply.num_moves >= self._config.max_moves
-        record.done = over or record.cut_by_moves
+        truncated = not over and reply.num_moves >= self.settings.max_moves
+        metrics |= {
+            "score": float(reply.score),
+            "num_moves": float(reply.num_moves),
+            "wrong_focus": float(reply.score < 0),
+            "cut_by_moves": float(truncated),
+        }
+        self._is_over = over or truncated
         observation = reply.observation.strip()
-        if record.done:
+        if self._is_over:
             self._return_simulator()
         else:
             observation += self._listing(simulator)
         return StepResult(
-            message=Message(role="user", content=observation),
+            message=observation,
             reward=reward,
-            done=record.done,
+            done=self._is_over,
             invalid=unreadable,
             refused=texts.is_refused(reply.observation),
-            truncated=record.cut_by_moves,
+            truncated=truncated,
         )
 
     def _corrected(self, simulator: JavaSimulator, command: str) -> str:
         # A number that answers the simulator's question is not in the list of valid actions.
-        if not self._config.correct_actions or (self._record.is_ambiguous and command.isdigit()):
+        if not self._corrects or (self._is_ambiguous and command.isdigit()):
             return command
         nearest = texts.nearest_action(command, simulator.valid_actions())
         if nearest is None or nearest == command:
             return command
-        self._record.num_corrected += 1
+        self.metrics["num_corrected"] += 1
         return nearest
 
     def _listing(self, simulator: JavaSimulator) -> str:
-        if not self._config.show_valid_actions:
+        if not self.settings.show_valid_actions:
             return ""
-        return "\n\n" + render_valid_actions(simulator.valid_actions(), self._config.num_shown_actions)
+        return "\n\n" + render_valid_actions(simulator.valid_actions(), self.settings.num_shown_actions)
 
-    def _scale(self, score: int) -> float:
-        return (max(score, 0) if self._config.clip_negative else score) * self._config.reward_scale
+    def _scale(self, score: float) -> float:
+        clipped = max(score, 0) if self.settings.clip_negative else score
+        return float(clipped * self.settings.reward_scale)
 
 
 def identity(task: Task) -> tuple[str, int]:
@@ -261,83 +304,6 @@ def identity(task: Task) -> tuple[str, int]:
     if not isinstance(name, str) or not isinstance(variation, int):
         raise ConfigError(f"{task.key} is not a ScienceWorld task")
     return name, variation
-
-
-class ScienceWorldFactory:
-    """Makes environments and owns their simulators."""
-
-    def __init__(self, *, config: ScienceWorldConfig, pool: SimulatorPool) -> None:
-        self._config = config
-        self.pool = pool
-
-    def __call__(self, task: Task) -> ScienceWorldEnvironment:
-        """A new environment; its ``reset`` waits for a free simulator."""
-        return ScienceWorldEnvironment(task=task, config=self._config, pool=self.pool)
-
-    def close(self) -> None:
-        self.pool.close()
-
-
-class ScienceWorldTaskSet:
-    """The ScienceWorld tasks of a config. ``start`` replaces the Java process in tests."""
-
-    Settings = ScienceWorldConfig
-    name = "scienceworld"
-    stop: tuple[str, ...] = (STOP,)
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
-
-    def __init__(self, config: ScienceWorldConfig, *, start: Callable[[], Any] | None = None) -> None:
-        self.config = config
-        self._start = start
-        # For expert() only; the environments of make() have a pool of their own, closed with their factory.
-        self._expert_pool = self._new_pool(num_workers=1)
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of the simulator's own split; needs no Java."""
-        known = known_split(split, "ScienceWorld")
-        limit: int | None = getattr(self.config, f"num_{known}_variations")
-        return texts.make_tasks(self.config.task_names, known, limit)
-
-    def make(self) -> ScienceWorldFactory:
-        """Start one simulator and compare its number of variations with ours. Raises ToolUnavailable."""
-        pool = self._new_pool(num_workers=self.config.num_workers)
-        expected = {name: texts.NUM_VARIATIONS[name] for name in self.config.task_names}
-        try:
-            simulator = pool.borrow()
-            sizes = {name: simulator.num_variations(name) for name in expected}
-            pool.release(simulator)
-        except EnvironmentFault as error:
-            pool.close()
-            raise ToolUnavailable(f"ScienceWorld does not run here: {error}") from error
-        if sizes != expected:
-            pool.close()
-            raise ToolUnavailable(
-                f"this ScienceWorld has other variations ({sizes}) than our frozen splits ({expected})"
-            )
-        return ScienceWorldFactory(config=self.config, pool=pool)
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Steps of the simulator's gold path; None if it does not reach 100 within ``max_moves``."""
-        task_name, variation = identity(task)
-        simulator = self._expert_pool.borrow()
-        try:
-            gold = simulator.gold_actions(
-                task_name=task_name, variation=variation, simplification=self.config.simplification
-            )
-        finally:
-            self._expert_pool.release(simulator)
-        config = self.config.model_copy(update={"correct_actions": False})
-        environment = ScienceWorldEnvironment(task=task, config=config, pool=self._expert_pool)
-        return play_commands(environment, gold, seed)
-
-    def close(self) -> None:
-        """Kill the simulator that :meth:`expert` started; a later call starts another one."""
-        self._expert_pool.close()
-
-    def _new_pool(self, *, num_workers: int) -> SimulatorPool:
-        start = self._start or (lambda: JavaSimulator(find_launch(self.config)))
-        return SimulatorPool(start=start, num_workers=num_workers, borrow_limit_s=self.config.borrow_limit_s)
 
 
 def find_launch(config: ScienceWorldConfig) -> Launch:

@@ -11,20 +11,28 @@ time-out for all calls. The code relies on these facts (ScienceWorld 1.2.3, Py4J
   ERROR.
 """
 
+import contextlib
 import json
+import os
 import queue
 import re
+import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from outrider.environments.simulator_process import SimulatorFolder, drain_output
+from outrider.environments.process_supervisor import drain_output
 from outrider.errors import EnvironmentFault
+from outrider.files import FileLock
 
+_PREFIX: Final = "scienceworld-"  # of temporary folders
+_LOCK: Final = ".owner"
 _FIXED_ORDER: Final = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 _ESCAPES: Final = {"n": "\n", "r": "\r", "\\": "\\"}
 _ESCAPED: Final = re.compile(r"\\([nr\\])")
@@ -329,3 +337,38 @@ class SimulatorPool:
                 return started
         started.close()
         raise EnvironmentFault("the ScienceWorld pool was closed while a simulator started")
+
+
+class SimulatorFolder:
+    """A new temporary folder; those of dead owners are removed first.
+
+    SIGKILL runs no clean-up. The owner keeps a file in the folder locked, and the kernel releases the lock
+    however the owner dies, so that a later process can tell whether a folder is still in use.
+    """
+
+    def __init__(self) -> None:
+        remove_abandoned(Path(tempfile.gettempdir()))
+        self.name = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock: FileLock | None = FileLock(Path(self.name, _LOCK), mode=0o600, waits=True)
+
+    def cleanup(self) -> None:
+        """Remove the folder; may be called twice."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            shutil.rmtree(self.name, ignore_errors=True)
+            lock.release()
+
+
+def remove_abandoned(parent: Path) -> int:
+    """Remove this user's folders whose owners are dead, and return their number. A folder without a lock file
+    is skipped, because its owner may be about to create it.
+    """
+    num = 0
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        with contextlib.suppress(OSError):  # of another user, in use, or removed at this moment
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            with FileLock(folder / _LOCK, flags=os.O_RDWR):
+                shutil.rmtree(folder)
+                num += 1
+    return num

@@ -4,8 +4,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -13,14 +12,13 @@ from pydantic import Field, model_validator
 
 from outrider.environments.base import (
     SPLITS,
-    EnvironmentFactory,
     EnvironmentSettings,
     Split,
     known_split,
     require_tasks,
     split_size,
 )
-from outrider.environments.text_games import Game, GameEnvironment, GameTaskSet, Reply
+from outrider.environments.text_games import Game, Reply, TextGame
 from outrider.environments.textworld.games import PACKAGE_VERSION, GameSettings, GameShelf, QuestGame
 from outrider.environments.textworld.play import StoryGame, walkthrough
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
@@ -126,83 +124,64 @@ def refusal(command: str) -> str:
     return ""
 
 
-class TextWorldEnvironment(GameEnvironment):
+class TextWorldEnvironment(TextGame):
     """One episode of one game. The return is the score divided by the maximum score.
 
     Every environment has an interpreter of its own, so several may run in threads.
     """
 
-    name = "TextWorld"
-    metrics = ("score", "max_score", "num_moves", "num_turns", "num_invalid", "lost", "cut_by_moves")
-
-    def _find_problem(self, command: str) -> str:
-        return refusal(command)
-
-    def _classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
-        return reply.text.startswith(_UNREADABLE), reply.refused
-
-
-class TextWorldTaskSet(GameTaskSet):
-    """The TextWorld games of a config. ``open_game`` replaces the package in tests."""
-
     Settings = TextWorldConfig
     name = "textworld"
+    title = "TextWorld"
+    reported = ("score", "max_score", "num_moves", "num_turns", "num_invalid", "lost", "cut_by_moves")
 
-    def __init__(
-        self, config: TextWorldConfig, *, open_game: Callable[[Split, int], Game] | None = None
-    ) -> None:
-        self.config = config
-        self._substitute = open_game
-
-    def tasks(self, split: str) -> Sequence[Task]:
+    @classmethod
+    def tasks(cls, settings: TextWorldConfig, split: str) -> Sequence[Task]:
         """The tasks of a split; needs no package and makes no game."""
         known = known_split(split, "TextWorld")
-        name, game = self.config.shelf().name, self.config.game.type.replace("_", " ")
+        name, game = settings.shelf().name, settings.game.type.replace("_", " ")
         return tuple(
             Task(
                 key=f"textworld/{name}/{known}/{index}",
                 question=f"TextWorld {game} {index} of {known}",
                 metadata={"games": name, "split": known, "index": index},
             )
-            for index in range(split_size(self.config, known) or 0)
+            for index in range(split_size(settings, known) or 0)
         )
 
-    def make(self) -> EnvironmentFactory:
+    @classmethod
+    def open_shared(cls, settings: TextWorldConfig) -> None:
         """Make the games (all or one, see ``make_ahead``) and start one.
 
         Raises ToolUnavailable, or ConfigError if the settings allow no game.
         """
-        keys = [(split, index) for split in SPLITS for index in range(split_size(self.config, split) or 0)]
-        if self._substitute is None:
-            check_package()
+        check_package()
+        keys = [(split, index) for split in SPLITS for index in range(split_size(settings, split) or 0)]
         try:
-            if self._substitute is None:
-                self.config.shelf().ensure(keys if self.config.make_ahead else keys[:1])
-            self._open(*keys[0]).close()
+            settings.shelf().ensure(keys if settings.make_ahead else keys[:1])
+            start_game(settings, *keys[0]).close()
         except EnvironmentFault as error:
             raise ToolUnavailable(f"TextWorld does not run here: {error}") from error
-        return super().make()
 
-    def environment(self, task: Task) -> TextWorldEnvironment:
-        return TextWorldEnvironment(
-            partial(self._open, *identity(task, self.config)),
-            max_moves=self.config.max_moves,
-            num_shown=self.config.num_shown_actions if self.config.show_admissible else 0,
-        )
+    def open_game(self) -> Game:
+        return start_game(self.settings, *identity(self.task, self.settings))
 
-    def solution(self, task: Task) -> Sequence[str]:
+    def solution(self) -> Sequence[str]:
         """The game's walkthrough."""
-        check_package()
-        shelf, key = self.config.shelf(), identity(task, self.config)
-        shelf.ensure([key])
-        return walkthrough(shelf.story(*key))
+        return walkthrough(self.settings.shelf().story(*identity(self.task, self.settings)))
 
-    def _open(self, split: Split, index: int) -> Game:
-        if self._substitute is not None:
-            return self._substitute(split, index)
-        shelf = self.config.shelf()
-        shelf.ensure([(split, index)])
-        return StoryGame.start(shelf.story(split, index), with_commands=self.config.show_admissible)
+    def find_problem(self, command: str) -> str:
+        return refusal(command)
+
+    def classify(self, command: str, reply: Reply) -> tuple[bool, bool]:
+        return reply.text.startswith(_UNREADABLE), reply.refused
+
+
+def start_game(settings: TextWorldConfig, split: Split, index: int) -> StoryGame:
+    """Make a game if necessary, and start it. Raises EnvironmentFault."""
+    shelf = settings.shelf()
+    shelf.ensure([(split, index)])
+    return StoryGame.start(shelf.story(split, index), with_commands=settings.show_admissible)
 
 
 def check_package() -> None:

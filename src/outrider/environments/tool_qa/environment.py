@@ -2,18 +2,18 @@
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.environment import Environment
 from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.rewards import (
@@ -42,14 +42,7 @@ from outrider.tokens.tool_calls import call_id, without_thoughts
 from outrider.tools.base import CallBudget, Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
 from outrider.tools.python.tool import PythonToolConfig
 from outrider.tools.search import SearchConfig
-from outrider.types import Message, Step, Task, ToolCall, ToolSchema
-
-# Episodes with tools, called by tags or natively.
-
-
-# What episodes with tools have in common, whatever protocol their calls are written in: limits and the
-# record.
-
+from outrider.types import Message, Task, ToolCall, ToolSchema
 
 OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
@@ -89,395 +82,6 @@ class EpisodeConfig(EnvironmentSettings):
     def calls_tools(self) -> bool:
         """They are there to be called."""
         return True
-
-
-class ToolEpisode(ABC):
-    """Plays one task. Tools are shared with other episodes and not closed here."""
-
-    def __init__(
-        self,
-        *,
-        task: Task,
-        tools: Toolset,
-        config: EpisodeConfig,
-        system_prompt: str,
-        budget: CallBudget | None = None,
-        judge: Judge | None = None,
-    ) -> None:
-        self._judge = judge
-        self._budget = budget or CallBudget(None)
-        self._task = task
-        self._tools = tools
-        self._config = config
-        self._system_prompt = system_prompt
-        self._start()
-
-    def _start(self) -> None:
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._num_calls: Counter[str] = Counter()
-        self._num_failed = 0
-        self._num_invalid = 0
-        self._num_refused = 0
-        self._done = False
-
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Start over. Nothing is drawn, so the seed is not used; the same turns always get the same
-        results.
-        """
-        self._start()
-        question = Message(role="user", content=self._task.question)
-        return (
-            (Message(role="system", content=self._system_prompt), question)
-            if self._system_prompt
-            else (question,)
-        )
-
-    def step(self, message: Message) -> StepResult:
-        """Act with one policy turn. Raises ToolFault when a tool's infrastructure broke, and ValueError after
-        the end of the episode; never for what the policy wrote.
-        """
-        if self._done:
-            raise ValueError("the episode has ended; reset the environment first")
-        return self._act(message)
-
-    def result(self) -> EpisodeResult:
-        """The return by the reward's rules and the counts. An episode cut before its answer has a bad
-        format. Raises ToolFault where the reward's judge has no verdict.
-        """
-        score = self._score()
-        metrics = {
-            "em": float(score.em),
-            "f1": score.f1,
-            "answer_contained": float(score.contained),
-            "format_ok": float(score.fault is None),
-            "num_invalid": float(self._num_invalid),
-            "num_repeated_queries": float(sum(count - 1 for count in self._calls.values())),
-            "num_refused_calls": float(self._num_refused),
-            "num_failed_calls": float(self._num_failed),
-            "num_undecided_answers": float(score.num_undecided),
-        }
-        metrics |= {f"num_tool_calls_{name}": float(self._num_calls[name]) for name in self._tools.names}
-        success = score.is_correct and score.fault is None
-        return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
-
-    def copy(self) -> Self:
-        """The same episode so far; tools keep no state between calls."""
-        twin = copy(self)
-        twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
-        return twin
-
-    def close(self) -> None:  # noqa: B027
-        """Nothing of its own to release."""
-
-    @abstractmethod
-    def _act(self, message: Message) -> StepResult:
-        """Read the turn and do what it asks for."""
-
-    @abstractmethod
-    def _score(self) -> Score:
-        """The reward of the turns so far. Raises what a judge raises."""
-
-    def _is_open(self, num_more: int = 0) -> bool:
-        """Whether another call may be executed behind ``num_more`` of the same turn."""
-        return self._num_calls.total() + num_more < self._config.max_calls and self._budget.is_open
-
-    def _count(self, key: tuple[str, str], *, failed: bool) -> None:
-        """A call ran. Counted only then: a fault leaves the record as it was."""
-        self._calls[key] += 1
-        self._num_calls[key[0]] += 1
-        self._budget.count()
-        self._num_failed += failed
-
-    def _is_refused_repetition(self, key: tuple[str, str]) -> bool:
-        return bool(self._calls[key]) and self._config.repeated == "refuse"
-
-    @property
-    def _judged(self) -> Judged | None:
-        judge = self._judge
-        return None if judge is None else lambda prediction: judge(self._task, prediction)
-
-
-# One tool-reasoning episode with native tool calls: every call gets a tool message, a turn without calls
-# answers.
-#
-# Calls and their faults come read (:class:`outrider.environments.base.Episode`). The answer is the text
-# of the last turn: its ``\boxed{}`` where there is one.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeTurn:
-    """One policy turn: its words, whether it thought, what was wrong with its calls, the tools that ran."""
-
-    content: str
-    has_thought: bool
-    num_calls: int = 0
-    problems: tuple[str, ...] = ()
-    executed: tuple[str, ...] = ()
-
-
-class NativeToolEnvironment(ToolEpisode):
-    """Plays one task whose tools are called natively."""
-
-    def _start(self) -> None:
-        super()._start()
-        self._turns: list[NativeTurn] = []
-
-    @property
-    def tool_schemas(self) -> Sequence[ToolSchema]:
-        return self._tools.schemas
-
-    @property
-    def call_format(self) -> str:
-        assert self._config.call_format is not None  # the factory asks for it
-        return self._config.call_format
-
-    def copy(self) -> Self:
-        twin = super().copy()
-        twin._turns = list(self._turns)
-        return twin
-
-    def _act(self, message: Message) -> StepResult:
-        turn = NativeTurn(
-            content=message.content,
-            has_thought=bool(message.reasoning),
-            num_calls=len(message.tool_calls),
-            problems=message.problems,
-        )
-        if not message.tool_calls and not message.problems:
-            return self._end(turn, invalid=not without_thoughts(message.content).strip())
-        is_over = bool(message.tool_calls) and not self._is_open()
-        if is_over and self._num_refused:
-            self._num_refused += 1
-            return self._end(turn, invalid=True)
-        if message.problems and self._num_invalid + 1 >= self._config.max_invalid:
-            return self._end(turn, invalid=True)
-        return self._answer(turn, message.tool_calls)
-
-    def _answer(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
-        """Run the calls in their order; each gets a message, and each problem one behind them."""
-        outputs: list[tuple[ToolCall, ToolOutput]] = []
-        messages: list[Message] = []
-        is_refused = is_repeated = False
-        seen_keys: set[tuple[str, str]] = set()
-        for call in calls:
-            key = self._tools.call_key(call)
-            if not self._is_open(len(outputs)):
-                is_refused = True
-                messages.append(_result(call, OVER_LIMIT))
-            elif self._is_refused_repetition(key) or (key in seen_keys and self._config.repeated == "refuse"):
-                is_repeated = True
-                messages.append(_result(call, REPEATED))
-            else:
-                output = self._tools.run_call(call)
-                outputs.append((call, output))
-                messages.append(_result(call, output.text))
-            seen_keys.add(key)
-        # Behind the last one: a fault leaves the record as it was.
-        for call, output in outputs:
-            self._count(self._tools.call_key(call), failed=output.failed)
-        first = len(calls) + len(turn.problems)  # behind the numbers of all calls, read or not
-        messages += [  # some templates reject a tool's message without the id of a call
-            Message(role="tool", content=problem, tool_call_id=call_id(number))
-            for number, problem in enumerate(turn.problems, first)
-        ]
-        executed = tuple(call.name for call, _ in outputs)
-        self._turns.append(replace(turn, executed=executed))
-        is_invalid = bool(turn.problems) or is_repeated
-        self._num_refused += is_refused
-        self._num_invalid += is_invalid
-        if is_invalid and self._num_invalid >= self._config.max_invalid:
-            self._done = True
-            reward = self._score().reward
-            return StepResult(
-                reward=reward, done=True, invalid=True, num_tool_calls=len(executed), tools=executed
-            )
-        return StepResult(
-            messages=tuple(messages),
-            invalid=is_invalid,
-            refused=is_refused and not outputs,
-            num_tool_calls=len(executed),
-            tools=executed,
-        )
-
-    def _end(self, turn: NativeTurn, *, invalid: bool) -> StepResult:
-        # Scored first: a judge's fault leaves the record as it was.
-        score = self._scored([*self._turns, turn])
-        self._turns.append(turn)
-        self._num_invalid += invalid
-        self._done = True
-        return StepResult(reward=score.reward, done=True, invalid=invalid)
-
-    def _score(self) -> Score:
-        return self._scored(self._turns)
-
-    def _scored(self, turns: Sequence[NativeTurn]) -> Score:
-        reward = self._config.reward
-        fault = native_fault(turns, reward)
-        answers = turns and not turns[-1].num_calls and not turns[-1].problems
-        return score_answer(
-            final_answer(turns[-1].content) if answers else "",
-            self._task.answers,
-            reward,
-            fault=fault,
-            num_tools=len({name for turn in turns for name in turn.executed}),
-            judged=self._judged,
-        )
-
-
-def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | None:
-    """Why the episode's format is bad, or None when it is good: thought at least once where that is required,
-    no unreadable call, and a last turn that answers, with a closed box where required.
-    """
-    if not turns:
-        return "no turn"
-    if config.require_think and not any(turn.has_thought for turn in turns):
-        return "no <think>"
-    if any(turn.problems for turn in turns):
-        return "a call that cannot be read"
-    if turns[-1].num_calls or not without_thoughts(turns[-1].content).strip():
-        return "the last turn does not answer"
-    if config.require_boxed and last_boxed(turns[-1].content) is None:
-        return "no closed \\boxed{} in the answer"
-    return None
-
-
-def _result(call: ToolCall, text: str) -> Message:
-    return Message(
-        role="tool", content=neutralise(text).strip(), tool_call_id=call.call_id, tool_name=call.name
-    )
-
-
-# One tool-reasoning episode in the tag protocol: reads policy turns, runs tools within limits, keeps the
-# record.
-
-
-class ToolEnvironment(ToolEpisode):
-    """Plays one task whose calls, results and answer stand inside one assistant message."""
-
-    def _start(self) -> None:
-        super()._start()
-        self._turns: list[Turn] = []
-
-    def copy(self) -> Self:
-        twin = super().copy()
-        twin._turns = list(self._turns)
-        return twin
-
-    def _act(self, message: Message) -> StepResult:
-        action = parse_action(message.content, self._tools.names)
-        match action:
-            case Answer():
-                return self._end(message.content, invalid=False)
-            case NoAction():
-                return self._end(message.content, invalid=True)
-            case Malformed(reason=reason):
-                return self._complain(message.content, reason)
-            case Call():
-                return self._call(message.content, action)
-
-    def _call(self, text: str, call: Call) -> StepResult:
-        if not self._is_open():
-            self._num_refused += 1
-            return (
-                self._end(text, invalid=True)
-                if self._num_refused > 1
-                else self._answer(text, OVER_LIMIT, refused=True)
-            )
-        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
-        if self._is_refused_repetition(key):
-            self._calls[key] += 1
-            return self._complain(text, REPEATED)
-        output = self._tools.run_text(call.tool, call.argument)
-        self._count(key, failed=output.failed)
-        return self._answer(text, output.text, executed=call.tool)
-
-    def _answer(
-        self,
-        text: str,
-        output: str,
-        *,
-        executed: str | None = None,
-        invalid: bool = False,
-        refused: bool = False,
-    ) -> StepResult:
-        content = render_result(output)
-        self._turns.append(Turn(text=text, executed_tool=executed, result=content))
-        tools = () if executed is None else (executed,)
-        observation = Message(role="inline", content=content)
-        return StepResult(
-            message=observation, invalid=invalid, refused=refused, num_tool_calls=len(tools), tools=tools
-        )
-
-    def _complain(self, text: str, reason: str) -> StepResult:
-        """Return an observation that names the mistake, or the end after too many mistakes."""
-        if self._num_invalid + 1 >= self._config.max_invalid:
-            return self._end(text, invalid=True)
-        self._num_invalid += 1
-        return self._answer(text, reason, invalid=True)
-
-    def _end(self, text: str, *, invalid: bool) -> StepResult:
-        # Scored first: a judge's fault leaves the record as it was.
-        score = self._scored([*self._turns, Turn(text=text)])
-        self._turns.append(Turn(text=text))
-        self._num_invalid += invalid
-        self._done = True
-        return StepResult(message=None, reward=score.reward, done=True, invalid=invalid)
-
-    def _score(self) -> Score:
-        return self._scored(self._turns)
-
-    def _scored(self, turns: Sequence[Turn]) -> Score:
-        answers, tools = self._task.answers, self._tools.names
-        return score_turns(turns, answers, tools, self._config.reward, judged=self._judged)
-
-
-class ToolEnvironmentFactory:
-    """Makes environments over one set of tools, which it owns; ``config.call_format`` decides about the
-    protocol.
-
-    ``call_budget`` bounds the calls of a batch. Raises ToolUnavailable where the reward's judge does not
-    answer, and ConfigError where calls in that form cannot name one of the tools or its arguments.
-    """
-
-    def __init__(
-        self,
-        *,
-        tools: Sequence[Tool],
-        config: EpisodeConfig,
-        system_prompt: str,
-        verifier: Judge | None = None,
-    ) -> None:
-        """``verifier`` is the tasks' own, for the reward ``verifier``."""
-        self._tools = Toolset(tools)
-        self._config = config
-        self._system_prompt = system_prompt
-        self.call_budget = CallBudget(config.max_batch_calls)
-        try:
-            if config.call_format and (
-                problem := describe_unwritable(config.call_format, self._tools.schemas)
-            ):
-                raise ConfigError(f"environment.protocol: {problem}")
-            judge = make_reward_judge(config.reward.judge)
-        except BaseException:
-            self.close()
-            raise
-        self._judge = verifier if judge is None else judge.is_correct
-
-    def __call__(self, task: Task) -> ToolEpisode:
-        """A fresh environment for one episode of the task."""
-        environment_class = ToolEnvironment if self._config.call_format is None else NativeToolEnvironment
-        return environment_class(
-            task=task,
-            tools=self._tools,
-            config=self._config,
-            system_prompt=self._system_prompt,
-            budget=self.call_budget,
-            judge=self._judge,
-        )
-
-    def close(self) -> None:
-        """Close the tools; may be called twice."""
-        self._tools.close()
 
 
 # The tools that a recipe names: their tags, their lines of the system prompt, and the tools themselves.
@@ -656,42 +260,330 @@ class ToolsConfig(EpisodeConfig):
         return max(own, self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers))
 
 
-class ToolsTaskSet:
-    """Questions of your own, with tools. Showing a step is the same as doing it: tools change nothing."""
+class ToolResources:
+    """Shared by all episodes: the tools, the limit of calls of a batch, the system prompt and the judge."""
 
-    Settings = ToolsConfig
+    def __init__(
+        self, *, tools: Sequence[Tool], settings: EpisodeConfig, system_prompt: str, verifier: Any = None
+    ) -> None:
+        """Take over the tools.
+
+        Args:
+            tools: the tools; closed with this object, also if an error is raised.
+            settings: the settings of the episodes.
+            system_prompt: the system prompt; empty for none.
+            verifier: the tasks' own :data:`Judge`, for the reward ``verifier``; closed with this object.
+
+        Raises:
+            ToolUnavailable: if the reward's judge does not answer.
+            ConfigError: if calls in ``settings.call_format`` cannot name one of the tools or its arguments.
+        """
+        self.tools = Toolset(tools)
+        self.system_prompt = system_prompt
+        self.call_budget = CallBudget(settings.max_batch_calls)
+        self.verifier = verifier
+        try:
+            if settings.call_format and (
+                problem := describe_unwritable(settings.call_format, self.tools.schemas)
+            ):
+                raise ConfigError(f"environment.protocol: {problem}")
+            judge = make_reward_judge(settings.reward.judge)
+        except BaseException:
+            self.close()
+            raise
+        self.judge: Judge | None = verifier if judge is None else judge.is_correct
+
+    def close(self) -> None:
+        """Close the tools and the verifier; may be called twice."""
+        self.tools.close()
+        if self.verifier is not None:
+            self.verifier.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeTurn:
+    """One policy turn with native calls.
+
+    Attributes:
+        content: the text outside of thoughts and calls.
+        has_thought: whether the turn contains a thought.
+        num_calls: number of calls that could be parsed.
+        problems: what was wrong with the other calls.
+        executed: names of the executed tools.
+    """
+
+    content: str
+    has_thought: bool
+    num_calls: int = 0
+    problems: tuple[str, ...] = ()
+    executed: tuple[str, ...] = ()
+
+
+class ToolEnvironment(Environment):
+    r"""Questions that the policy answers with tools: ``type = "tools"``.
+
+    If ``settings.call_format`` is None, the policy calls tools by tags (ARPO, RAPO): calls, results and the
+    answer are inside one assistant message. Otherwise tools are called natively: every call gets a message
+    of the role ``tool``, and a turn without calls is the answer (its ``\boxed{}`` if there is one).
+
+    Tools keep no state between calls, so a step that is only shown is equivalent to one that is executed.
+    """
+
+    Settings: ClassVar[type[EnvironmentSettings]] = ToolsConfig
     name = "tools"
     protocol = "inline"
     stateful = False
+    shared: ToolResources
 
-    def __init__(self, config: ToolsConfig) -> None:
-        self.config = config
-        # a native turn ends where the policy closes its message
-        self.stop = stop_strings(config.tool_names()) if config.call_format is None else ()
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """The rows of a split in file order; raises DataError when none is configured or the data are bad."""
-        dataset = {"train": self.config.train, "valid": self.config.valid, "test": self.config.test}.get(
-            split
-        )
+    @classmethod
+    def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
+        """The rows of a split in file order. Raises DataError if none is configured or the data are bad."""
+        dataset = {"train": settings.train, "valid": settings.valid, "test": settings.test}.get(split)
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
         return load_tasks(dataset, setting=f"environment.{split}")
 
-    def make(self) -> ToolEnvironmentFactory:
-        """Load every configured tool; raises ToolUnavailable or DataError when one cannot work here."""
-        return ToolEnvironmentFactory(
-            tools=load_tools(self.config.tools, self.config),
-            config=self.config,
-            system_prompt=system_prompt(self.config),
+    @classmethod
+    def stop_strings(cls, settings: Any) -> tuple[str, ...]:
+        """The closing tags; none with native calls, because the policy ends its message itself."""
+        return stop_strings(settings.tool_names()) if settings.call_format is None else ()
+
+    @classmethod
+    def open_shared(cls, settings: Any) -> ToolResources:
+        """Load every configured tool. Raises ToolUnavailable or DataError if one cannot work here."""
+        return ToolResources(
+            tools=load_tools(settings.tools, settings),
+            settings=settings,
+            system_prompt=system_prompt(settings),
         )
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """Return the question. ``seed`` is not used: the same turns always get the same results."""
+        self._calls: Counter[tuple[str, str]] = Counter()
+        self._num_calls: Counter[str] = Counter()
+        self._num_failed = 0
+        self._num_invalid = 0
+        self._num_refused = 0
+        self._turns: list[Any] = []  # Turn, or NativeTurn with native calls
+        question = Message(role="user", content=task.question)
+        prompt = self.shared.system_prompt
+        return (Message(role="system", content=prompt), question) if prompt else (question,)
 
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """None: data sets come without solutions."""
-        return None
+    def step(self, action: str) -> StepResult:
+        """Execute one turn. Raises ToolFault if the infrastructure of a tool fails."""
+        if self.settings.call_format is not None:
+            return self._step_native(self.turn)
+        match parse_action(action, self.shared.tools.names):
+            case Answer():
+                return self._end(Turn(text=action), invalid=False)
+            case NoAction():
+                return self._end(Turn(text=action), invalid=True)
+            case Malformed(reason=reason):
+                return self._complain(action, reason)
+            case Call() as call:
+                return self._call(action, call)
+
+    def result(self) -> EpisodeResult:
+        """The return by the reward's rules, and counts. An episode without an answer has a bad format.
+
+        Raises ToolFault if the reward's judge has no verdict.
+        """
+        score = self._score(self._turns)
+        metrics = {
+            "em": float(score.em),
+            "f1": score.f1,
+            "answer_contained": float(score.contained),
+            "format_ok": float(score.fault is None),
+            "num_invalid": float(self._num_invalid),
+            "num_repeated_queries": float(sum(count - 1 for count in self._calls.values())),
+            "num_refused_calls": float(self._num_refused),
+            "num_failed_calls": float(self._num_failed),
+            "num_undecided_answers": float(score.num_undecided),
+        }
+        for name in self.shared.tools.names:
+            metrics[f"num_tool_calls_{name}"] = float(self._num_calls[name])
+        success = score.is_correct and score.fault is None
+        return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
+
+    def copy(self) -> Self:
+        twin = copy(self)
+        twin._calls, twin._num_calls = self._calls.copy(), self._num_calls.copy()
+        twin._turns = list(self._turns)
+        return twin
+
+    def tools(self) -> Sequence[ToolSchema]:
+        return self.shared.tools.schemas
+
+    # Calls by tags.
+
+    def _call(self, text: str, call: Call) -> StepResult:
+        if not self._is_open():
+            self._num_refused += 1
+            return (
+                self._end(Turn(text=text), invalid=True)
+                if self._num_refused > 1
+                else self._reply(text, OVER_LIMIT, refused=True)
+            )
+        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
+        if self._is_refused_repetition(key):
+            self._calls[key] += 1
+            return self._complain(text, REPEATED)
+        output = self.shared.tools.run_text(call.tool, call.argument)
+        self._count(key, failed=output.failed)
+        return self._reply(text, output.text, executed=call.tool)
+
+    def _reply(
+        self,
+        text: str,
+        output: str,
+        *,
+        executed: str | None = None,
+        invalid: bool = False,
+        refused: bool = False,
+    ) -> StepResult:
+        content = render_result(output)
+        self._turns.append(Turn(text=text, executed_tool=executed, result=content))
+        tools = () if executed is None else (executed,)
+        observation = Message(role="inline", content=content)
+        return StepResult(
+            message=observation, invalid=invalid, refused=refused, num_tool_calls=len(tools), tools=tools
+        )
+
+    def _complain(self, text: str, reason: str) -> StepResult:
+        """Return an observation that names the mistake, or the end after too many mistakes."""
+        if self._num_invalid + 1 >= self.settings.max_invalid:
+            return self._end(Turn(text=text), invalid=True)
+        self._num_invalid += 1
+        return self._reply(text, reason, invalid=True)
+
+    # Native calls. :class:`outrider.environments.base.Episode` has parsed them.
+
+    def _step_native(self, message: Message) -> StepResult:
+        turn = NativeTurn(
+            content=message.content,
+            has_thought=bool(message.reasoning),
+            num_calls=len(message.tool_calls),
+            problems=message.problems,
+        )
+        if not message.tool_calls and not message.problems:
+            return self._end(turn, invalid=not without_thoughts(message.content).strip())
+        is_over = bool(message.tool_calls) and not self._is_open()
+        if is_over and self._num_refused:
+            self._num_refused += 1
+            return self._end(turn, invalid=True)
+        if message.problems and self._num_invalid + 1 >= self.settings.max_invalid:
+            return self._end(turn, invalid=True)
+        return self._call_natively(turn, message.tool_calls)
+
+    def _call_natively(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
+        """Execute the calls in order. Each one gets a message, followed by one message per problem."""
+        tools, refuses_repetitions = self.shared.tools, self.settings.repeated == "refuse"
+        outputs: list[tuple[ToolCall, ToolOutput]] = []
+        messages: list[Message] = []
+        is_refused = is_repeated = False
+        seen_keys: set[tuple[str, str]] = set()
+        for call in calls:
+            key = tools.call_key(call)
+            if not self._is_open(len(outputs)):
+                is_refused = True
+                messages.append(_result(call, OVER_LIMIT))
+            elif self._is_refused_repetition(key) or (key in seen_keys and refuses_repetitions):
+                is_repeated = True
+                messages.append(_result(call, REPEATED))
+            else:
+                output = tools.run_call(call)
+                outputs.append((call, output))
+                messages.append(_result(call, output.text))
+            seen_keys.add(key)
+        # Count after the last call, so that a fault leaves the record unchanged.
+        for call, output in outputs:
+            self._count(tools.call_key(call), failed=output.failed)
+        first = len(calls) + len(turn.problems)  # after the numbers of all calls, parsed or not
+        messages += [  # some chat templates reject a tool message without a call id
+            Message(role="tool", content=problem, tool_call_id=call_id(number))
+            for number, problem in enumerate(turn.problems, first)
+        ]
+        executed = tuple(call.name for call, _ in outputs)
+        self._turns.append(replace(turn, executed=executed))
+        is_invalid = bool(turn.problems) or is_repeated
+        self._num_refused += is_refused
+        self._num_invalid += is_invalid
+        if is_invalid and self._num_invalid >= self.settings.max_invalid:
+            reward = self._score(self._turns).reward
+            return StepResult(
+                reward=reward, done=True, invalid=True, num_tool_calls=len(executed), tools=executed
+            )
+        return StepResult(
+            messages=tuple(messages),
+            invalid=is_invalid,
+            refused=is_refused and not outputs,
+            num_tool_calls=len(executed),
+            tools=executed,
+        )
+
+    # Both.
+
+    def _is_open(self, num_more: int = 0) -> bool:
+        """Whether another call may be executed after ``num_more`` calls of the same turn."""
+        num_calls = self._num_calls.total() + num_more
+        return num_calls < self.settings.max_calls and self.shared.call_budget.is_open
+
+    def _count(self, key: tuple[str, str], *, failed: bool) -> None:
+        """Count an executed call; not called after a fault, which leaves the record unchanged."""
+        self._calls[key] += 1
+        self._num_calls[key[0]] += 1
+        self.shared.call_budget.count()
+        self._num_failed += failed
+
+    def _is_refused_repetition(self, key: tuple[str, str]) -> bool:
+        return bool(self._calls[key]) and self.settings.repeated == "refuse"
+
+    def _end(self, turn: Turn | NativeTurn, *, invalid: bool) -> StepResult:
+        # Score first, so that a fault of a judge leaves the record unchanged.
+        score = self._score([*self._turns, turn])
+        self._turns.append(turn)
+        self._num_invalid += invalid
+        return StepResult(reward=score.reward, done=True, invalid=invalid)
+
+    def _score(self, turns: Sequence[Any]) -> Score:
+        task, judge, reward = self.task, self.shared.judge, self.settings.reward
+        judged: Judged | None = None if judge is None else lambda prediction: judge(task, prediction)
+        if self.settings.call_format is None:
+            return score_turns(turns, task.answers, self.shared.tools.names, reward, judged=judged)
+        answers = turns and not turns[-1].num_calls and not turns[-1].problems
+        return score_answer(
+            final_answer(turns[-1].content) if answers else "",
+            task.answers,
+            reward,
+            fault=native_fault(turns, reward),
+            num_tools=len({name for turn in turns for name in turn.executed}),
+            judged=judged,
+        )
+
+
+def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | None:
+    """Why the format of an episode with native calls is bad; None if it is good.
+
+    A good format has at least one thought if thoughts are required, no call that could not be parsed, and a
+    last turn that answers, with a closed box if that is required.
+    """
+    if not turns:
+        return "no turn"
+    if config.require_think and not any(turn.has_thought for turn in turns):
+        return "no <think>"
+    if any(turn.problems for turn in turns):
+        return "a call that cannot be read"
+    if turns[-1].num_calls or not without_thoughts(turns[-1].content).strip():
+        return "the last turn does not answer"
+    if config.require_boxed and last_boxed(turns[-1].content) is None:
+        return "no closed \\boxed{} in the answer"
+    return None
+
+
+def _result(call: ToolCall, text: str) -> Message:
+    return Message(
+        role="tool", content=neutralise(text).strip(), tool_call_id=call.call_id, tool_name=call.name
+    )
 
 
 def system_prompt(config: ToolsConfig) -> str:

@@ -13,7 +13,7 @@ from outrider.environments.agent.environment import ProgramConfig, ProgramFactor
 from outrider.environments.agent.programs import (
     ONE_THREAD,
     OnEnd,
-    RestartingProcess,
+    ProgramRunner,
     WorkerProcess,
     recipe_folders,
 )
@@ -99,7 +99,7 @@ def launch(config: VerifiersConfig, *, lists: bool) -> WorkerProcess:
         ) from error
 
 
-class Episodes(RestartingProcess):
+class Episodes(ProgramRunner):
     """Plays episodes in one process. Thread-safe."""
 
     def __init__(self, config: VerifiersConfig) -> None:
@@ -113,7 +113,7 @@ class Episodes(RestartingProcess):
             "base_url": environment["OPENAI_BASE_URL"],
             "api_key": environment["OPENAI_API_KEY"],
         }
-        return self.begin(request, on_end)
+        return self._live_process().begin(request, on_end)
 
 
 class VerifiersTaskSet:

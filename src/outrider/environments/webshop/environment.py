@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split, split_size
-from outrider.environments.text_games import STOP, TAGGED, SimpleFactory
+from outrider.environments.text_games import STOP, TAGGED
 from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
@@ -233,6 +233,19 @@ class WebShopEnvironment:
         return neutralise(page)
 
 
+class WebShopFactory:
+    """Makes the episodes of one shop."""
+
+    def __init__(self, config: WebShopConfig, shop: Shop) -> None:
+        self._config, self._shop = config, shop
+
+    def __call__(self, task: Task) -> WebShopEnvironment:
+        return WebShopEnvironment(task=task, config=self._config, shop=self._shop)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class WebShopTaskSet:
     """The goals of a catalogue, which is loaded once."""
 
@@ -275,10 +288,9 @@ class WebShopTaskSet:
             raise DataError(f"webshop: the catalogue has too few goals for the split {split!r}")
         return tuple(webshop_goals.make_task(goal) for goal in goals)
 
-    def make(self) -> SimpleFactory:
+    def make(self) -> "WebShopFactory":
         """Load the catalogue and build the index. Raises DataError if a file is missing or malformed."""
-        shop = self._shop
-        return SimpleFactory(lambda task: WebShopEnvironment(task=task, config=self.config, shop=shop))
+        return WebShopFactory(self.config, self._shop)
 
     def close(self) -> None:
         """Nothing to release."""
