@@ -50,7 +50,7 @@ def dry(tmp_path: Path, recipe: str, *overrides: str) -> int:
     [
         ("function=nomodule:run", "environment.function: there is no module 'nomodule'"),
         (f"function={HERE}:run", "has no 'run'"),
-        (f"function={HERE}:nothing", "is called with (task) and takes ()"),
+        (f"function={HERE}:nothing", "is called with (task) and accepts ()"),
         (f"function={HERE}:apart", "is called with (task)"),
         (f"function={HERE}:yielding", "yields"),
         (f"function={HERE}:Agent", "is a class"),
