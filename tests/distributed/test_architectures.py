@@ -98,9 +98,9 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
     # adapters begin as nothing, so the weights are the folder's
     assert all(sent[name].equal(weight) for name, weight in wanted.items())
     source = Source(found.model, torch.bfloat16)
-    told = [(each.name, each.shape) for each in source.metadata()]
+    described = [(each.name, each.shape) for each in source.metadata()]
     came = [(name, tuple(tensor.shape)) for name, tensor in source]
-    assert told == came and {name for name, _ in came[:-1]} == wanted.keys()
+    assert described == came and {name for name, _ in came[:-1]} == wanted.keys()
     assert source.num_bytes == 2 * sum(weight.numel() for weight in wanted.values())
     own = engine_weights(learner, LocalSettings())
     assert own.keys() == policy.masters.keys()
@@ -117,7 +117,7 @@ def test_a_weight_that_is_in_no_file_is_named(tmp_path: Path) -> None:
         sharding.fill(folder, given)
 
 
-def test_a_model_that_no_rank_can_hold_is_refused_before_any_process(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused(tmp_path: Path) -> None:
     layers = Architecture(
         title="GPT-2", model_type="gpt2",
         settings={"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
@@ -135,7 +135,7 @@ def test_a_model_that_no_rank_can_hold_is_refused_before_any_process(tmp_path: P
         sharding.require_shardable(str(folder))
 
 
-def test_an_adapter_that_parts_tied_weights_is_refused_for_engines_elsewhere(tmp_path: Path) -> None:
+def test_an_adapter_that_separates_tied_weights_is_refused_for_remote_engines(tmp_path: Path) -> None:
     one = architecture("llama", tie_word_embeddings=True)
     found = load(one, saved(one, tmp_path / "model"))
     assert not isinstance(found, OutriderError)

@@ -8,12 +8,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outrider.distributed.rollouts import RemoteGroupPlayer
+from outrider.distributed.rollouts import HeartbeatMonitor, RemoteGroupPlayer
 from outrider.distributed.worker import Heartbeat, Job, JobResult, RolloutSlots
 from outrider.errors import ProcessLost
 from outrider.rollout.hooks import RolloutStatus, StatelessHook
@@ -43,7 +44,7 @@ cluster = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def crew(session: "Session", folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    with crew_of(session, folder, tmp_path_factory.mktemp("flight"), **ALOFT) as made:
+    with crew_of(session, folder, tmp_path_factory.mktemp("async"), num_engines=1, **ALOFT) as made:
         yield made
 
 
@@ -60,7 +61,7 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
     for step in range(num_steps):
         between(step)
         flight.begin(min(step + 2, num_steps - 1))
-        played = flight.collect(step, on_tick=lambda told: None)
+        played = flight.collect(step, on_tick=lambda status: None)
         assert time.monotonic() < until
         for trace in played.sampled.traces:
             assert sorted(trace.leaves) == [0, 1]
@@ -76,7 +77,7 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
 @pytest.mark.long
 @cluster
 @pytest.mark.timeout(300)
-def test_groups_go_on_with_new_weights(crew: Crew) -> None:
+def test_running_groups_continue_with_new_weights(crew: Crew) -> None:
     flown(crew, num_steps=3)
     assert crew.remote.metrics()["rollout/num_groups_replayed"] == 0.0
 
@@ -91,12 +92,12 @@ def test_groups_go_on_with_new_weights(crew: Crew) -> None:
         pytest.param("worker", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
 )
-def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal.Signals) -> None:
+def test_groups_of_a_lost_process_start_again(crew: Crew, kind: str, how: signal.Signals) -> None:
     pids = crew.remote.engine_pids if kind == "engine" else crew.remote.worker_pids
 
     def kill(step: int) -> None:
         if step == 1:
-            os.kill(pids[1], how)
+            os.kill(pids[-1], how)
 
     flown(crew, num_steps=4, between=kill)
     counts = crew.remote.repairs.pop_counts()
@@ -107,22 +108,22 @@ def test_what_breaks_in_flight_is_begun_again(crew: Crew, kind: str, how: signal
 @pytest.mark.long
 @cluster
 @pytest.mark.timeout(300)
-def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_path: Path) -> None:
+def test_a_resume_keeps_finished_groups_and_restarts_the_others(crew: Crew, tmp_path: Path) -> None:
     first = AsyncRolloutQueue(
         crew.parts, crew.remote.group_player(crew.parts), step=0, cursor=0, snapshot=None
     )
     first.begin(1)
-    first.collect(0, on_tick=lambda told: None)
+    first.collect(0, on_tick=lambda status: None)
     write_snapshot(tmp_path, first.snapshot())
     kept = read_snapshot(tmp_path)
-    first.collect(1, on_tick=lambda told: None)  # else both would play the same groups
+    first.collect(1, on_tick=lambda status: None)  # else both would play the same groups
     assert kept is not None and [one.step for one in kept.steps] == [1]
     ended = {number: group.report.traces[0].nodes for number, group in kept.steps[0].results.items()}
     crew.remote.repairs.pop_counts()
     again = AsyncRolloutQueue(
         crew.parts, crew.remote.group_player(crew.parts), step=1, cursor=4, snapshot=kept
     )
-    traces = again.collect(1, on_tick=lambda told: None).sampled.traces
+    traces = again.collect(1, on_tick=lambda status: None).sampled.traces
     order = TaskOrder(tasks=crew.parts.train_tasks, tasks_per_step=4, seed=crew.parts.settings.seed)
     assert [trace.task for trace in traces] == order.draw(4, cursor=4)[0]
     assert {number: traces[number].nodes for number in ended} == ended
@@ -133,7 +134,7 @@ def test_groups_that_had_ended_are_kept_and_others_begin_anew(crew: Crew, tmp_pa
 @cluster
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_its_finished_groups(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     write_data(tmp_path)
     run, runs = tmp_path / "run", CommandRuns()
@@ -145,9 +146,9 @@ def test_a_run_that_is_killed_goes_on_with_the_groups_that_had_ended(tmp_path: P
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     head, *groups = [json.loads(line) for line in (newest / "queue.jsonl").read_text().splitlines()]
     num_open = sum(len(step["tasks"]) for step in head["steps"])
-    told = runs.run("train", "--resume", run, "--progress", "plain")
+    output = runs.run("train", "--resume", run, "--progress", "plain")
     if num_anew := num_open - len(groups):
-        assert f"{num_anew} groups that had not ended at the checkpoint start again" in told
+        assert f"{num_anew} groups that had not ended at the checkpoint start again" in output
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {one["step"]: one for one in records if one["kind"] == "train"}
     assert sorted(steps) == list(range(1, STEPS + 1))
@@ -191,12 +192,12 @@ class Worker:
 
 class Together:
     def __init__(self, num: int) -> None:
-        self.workers = [Worker() for _ in range(num)]
+        self.workers, self.repairs = [Worker() for _ in range(num)], self
         self.num_replaced: Counter[str] = Counter()
-        self.told: list[tuple[list[str], int]] = []
+        self.replacements: list[tuple[list[str], int]] = []
 
     def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
-        self.told.append((sorted(gone), num_groups))
+        self.replacements.append((sorted(gone), num_groups))
         self.num_replaced.update(gone.keys())
 
 
@@ -207,8 +208,8 @@ class Known(StatelessHook):
 
 def flight_of(crew: Together) -> RemoteGroupPlayer:
     return RemoteGroupPlayer(
-        InstantRay(), crew, hooks=[Known()], version=lambda: 7, heartbeat_s=60.0,  # type: ignore[list-item]
-        rollout_status=RolloutStatus(),
+        InstantRay(), crew, hooks=[Known()], version=lambda: 7,  # type: ignore[arg-type]
+        new_monitor=partial(HeartbeatMonitor, InstantRay(), limit_s=60.0, rollout_status=RolloutStatus()),
     )  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def test_a_group_is_one_call_of_its_worker() -> None:
         (5, group): f"5.{group}" for group in range(4)
     }
     assert found[5, 0].gathered == ["seen"] and found[5, 0].seconds == 2.0
-    assert crew.told == []
+    assert crew.replacements == []
 
 
 def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
@@ -257,15 +258,15 @@ def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
     flight = flight_of(crew)
     flight.begin(step_of(0), range(4), is_again=False)
     all_of(flight, 4)
-    assert [gone for gone, _ in crew.told if gone] == [["engine 1"]]
-    assert sum(num for _, num in crew.told) == 4
+    assert [gone for gone, _ in crew.replacements if gone] == [["engine 1"]]
+    assert sum(num for _, num in crew.replacements) == 4
     crew.workers[0].ends = [HashableFault("engine 1 died", "engine 1")]
     flight.begin(step_of(1), range(4), is_again=True)
     all_of(flight, 4)
-    assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.told) == 4 + 4 + 1
+    assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.replacements) == 4 + 4 + 1
 
 
-def test_a_worker_that_an_evaluation_replaced_is_asked_for_beats() -> None:
+def test_a_worker_replaced_during_an_evaluation_gets_heartbeats() -> None:
     """Else nobody notices that it is silent, and its groups are waited for without a limit."""
     crew = Together(2)
     flight = flight_of(crew)
@@ -277,7 +278,7 @@ def test_a_worker_that_an_evaluation_replaced_is_asked_for_beats() -> None:
     assert crew.workers[1].num_beats == 1
 
 
-def test_nobody_waits_for_what_is_given_up() -> None:
+def test_cancelled_groups_are_not_awaited() -> None:
     crew = Together(2)
     flight = flight_of(crew)
     flight.begin(step_of(0), range(4), is_again=False)
@@ -285,7 +286,7 @@ def test_nobody_waits_for_what_is_given_up() -> None:
     assert all(worker.has_left for worker in crew.workers) and flight.poll(waits=False) == {}
 
 
-def test_groups_take_places_in_their_order_and_a_large_one_plays_alone() -> None:
+def test_groups_reserve_slots_in_order_and_a_large_one_runs_alone() -> None:
     room = RolloutSlots(4)
     with room.reserve(9):
         assert not room._free.acquire(blocking=False)
@@ -294,7 +295,7 @@ def test_groups_take_places_in_their_order_and_a_large_one_plays_alone() -> None
     assert sum(room._free.acquire(blocking=False) for _ in range(6)) == 4
 
 
-def test_a_group_plays_as_many_at_a_time_as_there_are_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_runs_at_most_as_many_rollouts_as_there_are_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else programs, or sessions of a server, would be more than there may be."""
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     from outrider.distributed.worker import RolloutWorker
@@ -341,7 +342,7 @@ class Poisoned(Worker):
         return super()._play(job, snapshots)
 
 
-def test_a_group_in_flight_that_breaks_its_worker_alone_is_masked_and_others_play() -> None:
+def test_a_group_that_breaks_its_worker_alone_is_masked_and_others_run() -> None:
     crew = Refunding(2)
     crew.workers = [Poisoned(number, "0.1") for number in range(2)]
     flight = flight_of(crew)

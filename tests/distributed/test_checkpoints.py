@@ -47,7 +47,9 @@ def written(
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_two_ranks_wrote_any_number_reads(ranks_of: RanksOf, written: tuple, size: int) -> None:
+def test_any_number_of_ranks_reads_the_checkpoint_of_two(
+    ranks_of: RanksOf, written: tuple, size: int
+) -> None:
     folder, weights, later = written
     ranks = ranks_of(size)
     saved = Saved(ranks)
@@ -60,7 +62,7 @@ def test_what_two_ranks_wrote_any_number_reads(ranks_of: RanksOf, written: tuple
     assert distance(found.weights, later) < 1e-6  # the moments came along, or it would be 1e-3
 
 
-def test_one_process_reads_what_two_ranks_wrote(written: tuple, folder: Path) -> None:
+def test_one_process_reads_the_checkpoint_of_two_ranks(written: tuple, folder: Path) -> None:
     checkpoint, weights, later = written
     policy, _ = alone(folder)
     load_checkpoint(checkpoint, policy)
@@ -72,7 +74,7 @@ def test_one_process_reads_what_two_ranks_wrote(written: tuple, folder: Path) ->
     assert all(other.masters[name].equal(one) for name, one in weights.items())
 
 
-def test_ranks_read_what_one_process_wrote(ranks_of: RanksOf, folder: Path, tmp_path: Path) -> None:
+def test_ranks_read_the_checkpoint_of_one_process(ranks_of: RanksOf, folder: Path, tmp_path: Path) -> None:
     policy, _ = alone(folder)
     run(policy, None, groups(4), objective_of("grpo"), SETTINGS)
     save_checkpoint(tmp_path / "step-000001", policy, {"step": 1})

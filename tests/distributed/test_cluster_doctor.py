@@ -33,21 +33,19 @@ def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_ray_that_is_not_there_is_a_finding(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unreachable_ray_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And so is everything that needs it; nothing is left in the folder."""
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setattr(cluster_doctor, "_WAIT_S", 0.2)
-    told = ["doctor", "--cluster", "--ray-address", "127.0.0.1:9", "--folder", str(tmp_path)]
-    assert main(told) == 1
+    command = ["doctor", "--cluster", "--ray-address", "127.0.0.1:9", "--folder", str(tmp_path)]
+    assert main(command) == 1
     found = rows(capsys.readouterr().out)
     assert found["ray"][0] == "MISSING" and "127.0.0.1:9" in found["ray"][1]
     assert found["nodes"][0] == found["weights and log-probs of 2 engines"][0] == "MISSING"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_node_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_parts_of_a_node_are_named(tmp_path: Path) -> None:
     tried = cluster_doctor._ClusterChecks("local", tmp_path)
     whole = {"host": "a", "versions": cluster_doctor._versions(), "sees": True, "shm": 10**10, "seconds": 0.1}
     tried._node_reports = [whole]

@@ -47,7 +47,7 @@ def of(**cluster: Any) -> RunSettings:
         ({"placement": "colocate"}, ({"CPU": 2, "GPU": 1}, 0.5), ({"CPU": 1, "GPU": 1}, 0.5)),
     ],
 )
-def test_every_process_asks_for_its_gpus(cluster: dict[str, Any], rank: Any, engine: Any) -> None:
+def test_every_process_requests_its_gpus(cluster: dict[str, Any], rank: Any, engine: Any) -> None:
     settings = of(**cluster)
     asked = Resources.from_settings(settings)
     assert settings.has_ranks  # a trainer beside engines is told its GPU by Ray
@@ -55,7 +55,7 @@ def test_every_process_asks_for_its_gpus(cluster: dict[str, Any], rank: Any, eng
     assert (asked.engine_bundle, asked.engine["num_gpus"]) == engine
 
 
-def test_on_a_cpu_nobody_asks_for_a_gpu() -> None:
+def test_no_gpu_is_requested_on_a_cpu() -> None:
     asked = Resources()
     assert asked.rank_bundle == asked.engine_bundle == {"CPU": 1}
     assert asked.rank == asked.engine == {"num_cpus": 1}
@@ -67,7 +67,7 @@ class Calls:
     errored = False
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.asleep: set[str] = set()
         self.is_paused = self.is_updating = False
         self.version = "default"
@@ -76,54 +76,54 @@ class Calls:
 
     async def shutdown_weight_transfer_engine(self) -> None:
         assert not self.is_updating
-        self.told.append("leave")
+        self.calls.append("leave")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        assert self.told[-1] == "leave"
-        self.told.append("meet")
+        assert self.calls[-1] == "leave"
+        self.calls.append("meet")
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("wait", True)
         self.is_paused = True
-        self.told.append("pause")
+        self.calls.append("pause")
 
     async def sleep(self, level: int) -> None:
         assert not self.is_updating
         self.asleep = {"weights", "kv_cache"}
         self.is_paused = True
-        self.told.append(f"sleep {level}")
+        self.calls.append(f"sleep {level}")
 
     async def wake_up(self, tags: list[str]) -> None:
         assert {*tags} <= self.asleep
         assert tags != ["kv_cache"] or not self.is_updating  # it would lie in the way of the weights
         self.asleep -= {*tags}
-        self.told.append(f"wake {tags[0]}")
+        self.calls.append(f"wake {tags[0]}")
 
     async def start_weight_update(self) -> None:
         assert self.is_paused and "weights" not in self.asleep and not self.is_updating
         self.is_updating = True
-        self.told.append("start")
+        self.calls.append("start")
 
     async def update_weights(self, request: Any) -> None:
         assert self.is_updating
         self.taken.append(request.update_info)
-        self.told.append("update")
+        self.calls.append("update")
 
     async def finish_weight_update(self, *, weight_version: str) -> None:
         assert self.is_updating
         self.is_updating, self.version, self.cached = False, weight_version, True
-        self.told.append("finish")
+        self.calls.append("finish")
 
     async def reset_prefix_cache(self) -> bool:
         assert not self.is_updating and not self.asleep
         self.cached = False
-        self.told.append("reset")
+        self.calls.append("reset")
         return True
 
     async def resume_generation(self) -> None:
         assert not self.cached and not self.asleep
         self.is_paused = False
-        self.told.append("resume")
+        self.calls.append("resume")
 
     async def get_weight_version(self) -> str:
         return self.version
@@ -150,7 +150,9 @@ ASLEEP = [
 
 
 @pytest.mark.parametrize(("sleeps", "wanted"), [(False, AWAKE), (True, ASLEEP)])
-def test_weights_come_in_vllm_s_order_around_sleep(vllm: AsyncVllm, sleeps: bool, wanted: list[str]) -> None:
+def test_weights_are_loaded_in_vllm_s_order_around_sleep(
+    vllm: AsyncVllm, sleeps: bool, wanted: list[str]
+) -> None:
     parts = [save({"a": torch.ones(3)}), save({"b": torch.zeros(2)})]
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -164,7 +166,7 @@ def test_weights_come_in_vllm_s_order_around_sleep(vllm: AsyncVllm, sleeps: bool
         return await vllm.load(7, pieces())
 
     assert asyncio.run(play()) == zlib.crc32(b"".join(parts))
-    assert vllm.llm.told == wanted and vllm.llm.version == "7"
+    assert vllm.llm.calls == wanted and vllm.llm.version == "7"
     assert [one["checksum"] for one in vllm.llm.taken] == [zlib.crc32(one) for one in parts]
 
 
@@ -215,7 +217,7 @@ class FakeActor:
         return SimpleNamespace(remote=remote)
 
 
-def test_the_client_gives_every_engine_its_own_ranks_and_asks_for_the_version() -> None:
+def test_the_client_assigns_ranks_to_engines_and_checks_the_version() -> None:
     actors = [FakeActor(), FakeActor()]
     client = EngineClient(FakeRay(), actors, tensor_parallel=4, limit_s=1.0)
     assert client.num_receivers == 8
@@ -232,7 +234,7 @@ def test_the_client_gives_every_engine_its_own_ranks_and_asks_for_the_version() 
     assert client.num_calls == 3  # at most four an engine and transfer
 
 
-def test_an_engine_with_another_version_or_none_in_time_is_named() -> None:
+def test_an_engine_with_another_version_or_without_a_response_is_named() -> None:
     client = EngineClient(FakeRay(), [FakeActor(), FakeActor(lies=True)], tensor_parallel=1, limit_s=1.0)
     client.version = 3
     with pytest.raises(ClusterFault, match="engine 1 has other weights than version 3"):
@@ -244,7 +246,7 @@ def test_an_engine_with_another_version_or_none_in_time_is_named() -> None:
         hasty.start_weight_update()
 
 
-def test_weights_that_have_moved_since_are_not_sent_under_the_version_before() -> None:
+def test_changed_weights_are_not_sent_under_an_older_version() -> None:
     """An engine died beside an update, and another one is to take what the others have."""
     rank: Any = Rank.__new__(Rank)
     rank._sender = SimpleNamespace(send=lambda version: (8, 3))
@@ -257,7 +259,7 @@ def test_weights_that_have_moved_since_are_not_sent_under_the_version_before() -
     assert rank.send(5) == (8, 3)
 
 
-def test_all_ranks_are_asked_in_one_order_whoever_asks() -> None:
+def test_all_ranks_receive_calls_in_one_order() -> None:
     """A thread that replaces an engine asks them beside the one that trains: they would wait for each
     other.
     """
@@ -293,7 +295,7 @@ def test_all_ranks_are_asked_in_one_order_whoever_asks() -> None:
 @pytest.mark.parametrize(
     ("method", "given"), [("meet", {}), ("begin_update", None), ("take", {}), ("end_update", 1)]
 )
-def test_what_vllm_does_not_take_from_the_ranks_lets_the_run_begin_anew(
+def test_a_failed_transfer_from_the_ranks_restarts_the_run(
     vllm: AsyncVllm, method: str, given: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a vLLM that has ended is an engine that has."""
@@ -327,7 +329,7 @@ class Loaded:
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
-def test_the_source_says_what_comes_and_its_sum_confirms_it(
+def test_the_source_describes_its_tensors_and_their_sum_matches(
     lora: LoraSettings | None, tmp_path: Path
 ) -> None:
     policy = Policy(tiny_model(), OptimizerSettings(), lora=lora)
@@ -336,8 +338,8 @@ def test_the_source_says_what_comes_and_its_sum_confirms_it(
             master.add_(0.1)
     source = Source(policy.model, torch.bfloat16)
     sent = list(source)
-    told = [(one.name, one.dtype, one.shape) for one in source.metadata()]
-    assert told == [(name, one.dtype, tuple(one.shape)) for name, one in sent]
+    described = [(one.name, one.dtype, one.shape) for one in source.metadata()]
+    assert described == [(name, one.dtype, tuple(one.shape)) for name, one in sent]
     assert sent[-1][0] == NAME
     assert source.num_bytes == sum(one.nbytes for _, one in sent[:-1])
     model, found = Loaded(), WeightSum()
@@ -352,7 +354,7 @@ def test_the_source_says_what_comes_and_its_sum_confirms_it(
 
 
 @pytest.mark.parametrize("how", ["a bit", "an order", "one less"])
-def test_other_weights_than_those_sent_are_noticed(how: str) -> None:
+def test_other_weights_than_those_sent_are_detected(how: str) -> None:
     sent = list(
         append_sum([("a", torch.randn(5)), ("b", torch.randn(2, 3)), ("c", torch.randn(4).bfloat16())])
     )

@@ -51,7 +51,7 @@ def silent_after(beats: HeartbeatMonitor, now: list[float]) -> float:
     return now[0]
 
 
-def test_a_worker_that_works_is_silent_only_when_a_step_would_be_too_late(
+def test_a_busy_worker_counts_as_silent_only_after_the_step_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     notes: list[str] = []
@@ -60,7 +60,7 @@ def test_a_worker_that_works_is_silent_only_when_a_step_would_be_too_late(
     assert "works but has not answered for 4 s" in line and "task/3: an environment's step" in line
 
 
-def test_a_worker_that_does_nothing_is_silent_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_worker_counts_as_silent_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
     assert silent_after(*beats_of(monkeypatch, cpu_share=0.01, notes=notes)) <= 5
     assert notes == []
@@ -74,7 +74,7 @@ def _hold_the_lock(pipe: Any) -> None:
     re.match(r"(a+)+$", "a" * 60 + "b")
 
 
-def test_the_place_and_the_work_of_a_process_that_holds_its_lock_can_be_read() -> None:
+def test_location_and_processor_time_of_a_blocked_process_are_readable() -> None:
     here, there = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_hold_the_lock, args=(there,), daemon=True)
     process.start()
@@ -93,7 +93,7 @@ def test_the_place_and_the_work_of_a_process_that_holds_its_lock_can_be_read() -
     assert cpu_seconds(pid) is None and read_location(pid) is None
 
 
-def test_a_long_place_is_cut_and_one_that_is_none_is_none() -> None:
+def test_a_long_location_is_cut() -> None:
     places = SharedRolloutStatus()
     assert read_location(os.getpid()) is None
     places.set("\ud800" + "x" * 2000, "an environment's step")

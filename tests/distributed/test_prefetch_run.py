@@ -56,12 +56,12 @@ def test_tokens_are_one_version_old_and_no_older(whole: Path) -> None:
         assert 0.0 <= one["time/idle_trainers"] <= 1.0 and 0.0 <= one["time/idle_engines"] <= 1.0
 
 
-def test_the_last_checkpoint_has_nothing_ahead(whole: Path) -> None:
+def test_the_last_checkpoint_has_no_prefetched_rollouts(whole: Path) -> None:
     queues = [(whole / "checkpoints" / f"step-{n:06d}" / "queue.jsonl").exists() for n in range(STEPS + 1)]
     assert queues == [False, True, True, True, False]
 
 
-def test_a_run_that_is_killed_beside_an_update_ends_in_the_same_bits(root: Path, whole: Path) -> None:
+def test_a_run_killed_during_an_update_ends_in_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
     runs = CommandRuns()
     process = runs.start_until(run / "checkpoints" / "step-000002" / "state.json", *given(root, run))
@@ -72,7 +72,7 @@ def test_a_run_that_is_killed_beside_an_update_ends_in_the_same_bits(root: Path,
 
 
 @pytest.mark.slow
-def test_a_stop_waits_for_the_rollouts_that_are_ahead(root: Path, whole: Path) -> None:
+def test_a_stop_waits_for_prefetched_rollouts(root: Path, whole: Path) -> None:
     run = root / "stopped"
     runs = CommandRuns()
     process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *given(root, run))

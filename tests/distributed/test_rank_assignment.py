@@ -26,7 +26,7 @@ def test_every_rollout_is_on_exactly_one_rank(num: int, rollouts: int, ranks: in
     assert numbers(placed) == numbers(assign_to_ranks(paths, num_ranks=ranks, cost=SHAPE.cost))
 
 
-def test_the_longest_go_first_to_the_lightest_and_ties_to_the_lower_number() -> None:
+def test_the_longest_rollouts_are_assigned_first_to_the_lightest_rank() -> None:
     def cost(paths: Sequence[RolloutPath]) -> float:
         return sum(float(path.rollout) for path in paths)
 

@@ -60,23 +60,23 @@ def test_a_step_without_any_gradient_is_none(ranks_of: RanksOf) -> None:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_is_told_within_the_limit(
+def test_a_rank_that_dies_or_hangs_is_reported_within_the_limit(
     session: Session, folder: Path, kind: signal.Signals
 ) -> None:
     ranks = rank_group(session, folder, 2, timeout_s=300.0)
     ranks._timeout_s = 4.0 if kind is signal.SIGSTOP else 60.0  # a start may take longer
-    pids = ranks.pids
+    pids = [pid for pid, _ in ranks.built]
     os.kill(pids[1], kind)
     began = time.monotonic()
-    told = "rank . did not end" if kind is signal.SIGSTOP else "rank . (broke|died) in found"
-    with pytest.raises(ClusterFault, match=told):
+    message = "rank . did not end" if kind is signal.SIGSTOP else "rank . (broke|died) in found"
+    with pytest.raises(ClusterFault, match=message):
         ranks.call("found", groups(4), objective_of("grpo"), SETTINGS)
     assert time.monotonic() - began < 40
     os.kill(pids[1], signal.SIGCONT) if kind is signal.SIGSTOP and lives(pids[1]) else None
     wait_until_ended(pids)
 
 
-def test_a_ray_that_is_not_there_is_named_in_time() -> None:
+def test_an_unreachable_ray_is_named_in_time() -> None:
     """Ray itself asks for minutes."""
     hasty = ClusterSettings(num_trainers=2, placement_timeout_s=0.5, ray_address="127.0.0.1:9")
     began = time.monotonic()

@@ -53,7 +53,7 @@ def whole(root: Path) -> Path:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
     run = root / "killed"
     runs = CommandRuns()
     process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(root: Path, whole: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_ranks_that_break_begin_anew_and_end_in_the_same_bits(
+def test_a_run_restarts_after_a_lost_rank_and_ends_in_the_same_bits(
     root: Path, whole: Path, how: signal.Signals
 ) -> None:
     run = root / f"broken-{how.name}"
@@ -108,8 +108,8 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert len(shared) >= len(written) - 1
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
-    told = json.loads((out / "outrider.json").read_text())
-    assert told == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
+    description = json.loads((out / "outrider.json").read_text())
+    assert description == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
     again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 

@@ -117,7 +117,7 @@ def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterato
     parts.factory.close()
 
 
-def told(crew: Crew, message: str) -> None:
+def check_fault(crew: Crew, message: str) -> None:
     with pytest.raises(ClusterFault, match=message) as found:
         crew.play()
     assert "\n" not in str(found.value) and "--resume" in str(found.value)
@@ -131,7 +131,7 @@ def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
 
 
 @pytest.mark.long
-def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Crew) -> None:
+def test_groups_keep_their_order_and_equal_ones_have_the_same_bits(crew: Crew) -> None:
     first, again, other = crew.play(), crew.play(), crew.play(step=1)
     assert [one.task.key for one in first.traces] == [task.key for task in crew.parts.train_tasks[:4]]
     bits = [[(node.token_ids, node.logprobs) for one in each.traces for node in one.nodes]
@@ -142,7 +142,7 @@ def test_groups_come_in_the_order_asked_and_equal_ones_to_the_same_bits(crew: Cr
 
 
 @pytest.mark.long
-def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
+def test_several_workers_generate_the_tokens_of_one_process(crew: Crew) -> None:
     """Log-probs may differ in their last bits: they depend on which requests share a batch."""
     alone, elsewhere = crew.play_here(), crew.play()
     mine, theirs = ([n for trace in each.traces for n in trace.nodes] for each in (alone, elsewhere))
@@ -155,10 +155,10 @@ def test_several_play_the_tokens_of_one_process(crew: Crew) -> None:
 
 
 @pytest.mark.long
-def test_a_worker_with_an_older_version_gets_nothing(crew: Crew) -> None:
+def test_an_older_weight_version_is_refused(crew: Crew) -> None:
     engine = crew.remote.engine
     engine.weight_version += 1  # as if a transfer had been forgotten
-    told(crew, r"engine [01] has weights of version \d+, and version \d+ was asked for")
+    check_fault(crew, r"engine [01] has weights of version \d+, and version \d+ was requested")
     engine.weight_version -= 1
     crew.play()
 
@@ -268,12 +268,12 @@ def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -
 
 
 @pytest.mark.long
-def test_too_many_end_the_run_with_one_line(crew: Crew) -> None:
+def test_too_many_repairs_end_the_run_with_one_line(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
-    told(crew, "engine 1 died in generate")
+    check_fault(crew, "engine 1 died in generate")
     os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
-    told(crew, "rollout worker 1 died in its rollouts")
+    check_fault(crew, "rollout worker 1 died in its rollouts")
 
 
 def test_replacements_are_counted_by_the_hour() -> None:
@@ -291,7 +291,7 @@ def test_replacements_are_counted_by_the_hour() -> None:
 
 
 @pytest.mark.long
-def test_the_end_ends_all(crew: Crew) -> None:
+def test_close_ends_all_processes(crew: Crew) -> None:
     pids = [*crew.remote.engine_pids, *crew.remote.worker_pids]
     crew.remote.close()
     crew.remote.close()
@@ -302,7 +302,7 @@ def test_the_end_ends_all(crew: Crew) -> None:
 
 
 @pytest.mark.long
-def test_processors_that_are_not_there_are_named(session: "Session", folder: Path) -> None:
+def test_missing_processors_are_named(session: "Session", folder: Path) -> None:
     from outrider.distributed.actors import RemoteProcesses
 
     settings = settings_of(folder, num_engines=300)

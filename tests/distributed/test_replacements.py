@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from outrider.config import validate
 from outrider.distributed.actors import RemoteProcesses, Repairs
 from outrider.distributed.engines import DirectPool, EnginePool, probes
 from outrider.distributed.ray_session import Recipe
-from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
 from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.engines.base import FinishReason, Generation, LocalSettings, Request
 from outrider.environments.factbook.environment import FactbookConfig
@@ -83,14 +84,15 @@ class Crew:
         raise ClusterFault("too late")
 
 
-def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None:
+def test_cancelled_rollouts_replace_no_process_and_send_no_call() -> None:
     """The run begins anew at once: its processes are ended, which is no death, and so is its Ray."""
     ray, crew = FakeRay(), Crew()
 
     def play(ahead: RolloutPrefetch) -> SampledStep:
         WorkerRollouts(
-            ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1, heartbeat_s=60.0,
-            on_finished=ahead.on_finished, rollout_status=RolloutStatus(), prefetch=ahead,
+            ray, crew, hooks=(), is_training=True, version=lambda: 0, max_concurrent=1,
+            on_finished=ahead.on_finished, prefetch=ahead,
+            new_monitor=partial(HeartbeatMonitor, ray, limit_s=60.0, rollout_status=RolloutStatus()),
         ).run([TASK], modes=("plain",), training_step=1)  # fmt: skip
         raise AssertionError("unreachable")
 
@@ -106,7 +108,7 @@ def test_rollouts_that_are_given_up_replace_nobody_and_ask_ray_no_more() -> None
 
 @pytest.mark.long
 @pytest.mark.cluster
-def test_a_ray_that_was_ended_is_not_started_by_who_asks_it() -> None:
+def test_a_call_after_the_end_starts_no_other_ray() -> None:
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     code = """
 from outrider.distributed.ray_session import Session
@@ -145,22 +147,20 @@ GENERATION = Generation(
         (lambda engine: engine.generate([REQUEST]), [GENERATION]),
     ],
 )
-def test_an_engine_that_died_between_two_batches_is_replaced_where_it_is_asked_first(
-    ask: Any, found: Any
-) -> None:
+def test_an_engine_that_died_between_two_batches_is_replaced_at_its_next_call(ask: Any, found: Any) -> None:
     """And does not make the whole run begin anew."""
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
 
     def anew(gone: ProcessLost, is_loading: bool) -> None:
-        told.append((gone.process, is_loading))
+        reported.append((gone.process, is_loading))
         engines.put(0, actor(free_cache=True, busy_s=2.0, generate=(GENERATION,)))
 
     engines = pool([actor(free_cache=Died(), busy_s=Died(), generate=Died())], anew)
     assert ask(engines) == found
-    assert told == [("engine 0", False)]
+    assert reported == [("engine 0", False)]
 
 
-def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
+def test_busy_seconds_of_a_replaced_engine_count() -> None:
     """Else an engine in its place makes a step's sum smaller than the one before, and nobody seems busy."""
 
     def anew(gone: ProcessLost, is_loading: bool) -> None:
@@ -172,7 +172,7 @@ def test_seconds_of_an_engine_that_is_gone_still_count() -> None:
     assert engines.busy_s() == (4.0 + 0.5 + 2.0) / 2
 
 
-def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> Any:
+def remote_of(limit: int, reported: list[tuple[str, int]], *, builds: list[Any]) -> Any:
     """Two engines and two workers, the first of which is gone; ``builds``: what a new process answers first,
     one after the other, and then that it is built.
     """
@@ -185,25 +185,25 @@ def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> 
 
     def another(kind: str) -> Any:
         def made(number: int) -> Any:
-            told.append((kind, number))
-            return actor(build=builds.pop(0) if builds else ("pid", 64), use_engine="told")
+            reported.append((kind, number))
+            return actor(build=builds.pop(0) if builds else ("pid", 64), use_engine="accepted")
 
         return made
 
     remote._new_engine, remote._new_worker = another("engine"), another("rollout worker")
     remote._worker_settings, remote._end = lambda: "settings", lambda one, pid: None
-    remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="told")], [1, 2]
+    remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="accepted")], [1, 2]
     remote._engines, remote.engine_pids = ["one", "two"], [3, 4]
-    remote.engine = SimpleNamespace(put=lambda number, one: told.append(("put", number)))
+    remote.engine = SimpleNamespace(put=lambda number, one: reported.append(("put", number)))
     return remote
 
 
-def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> None:
+def test_a_worker_that_does_not_accept_the_new_engine_is_replaced_too() -> None:
     """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
-    told: list[tuple[str, int]] = []
-    remote = remote_of(1, told, builds=[])
+    reported: list[tuple[str, int]] = []
+    remote = remote_of(1, reported, builds=[])
     remote.replace({"engine 1": ProcessLost("engine 1 died in load; ...", "engine 1")}, num_groups=0)
-    assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
+    assert reported == [("engine", 1), ("put", 1), ("rollout worker", 0)]
     counts = {name: one for name, one in remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
     notes = remote.notes()
@@ -212,14 +212,14 @@ def test_a_worker_that_cannot_be_told_of_another_engine_is_replaced_too() -> Non
 
 
 @pytest.mark.parametrize("who", ["engine 0", "rollout worker 0"])
-def test_a_process_that_dies_in_another_one_s_place_is_replaced_as_well(who: str) -> None:
+def test_a_replacement_that_dies_is_replaced_too(who: str) -> None:
     """A node that is being lost takes one more process in, which dies too: another repair."""
-    told: list[tuple[str, int]] = []
-    remote = remote_of(2, told, builds=[Died()])
-    remote.workers[0] = actor(use_engine="told")
+    reported: list[tuple[str, int]] = []
+    remote = remote_of(2, reported, builds=[Died()])
+    remote.workers[0] = actor(use_engine="accepted")
     remote.replace({who: ProcessLost(f"{who} died in its rollouts; ...", who)}, num_groups=1)
     kind = who.rpartition(" ")[0]
-    assert [one for one in told if one[0] != "put"] == [(kind, 0), (kind, 0)]
+    assert [one for one in reported if one[0] != "put"] == [(kind, 0), (kind, 0)]
     assert remote.repairs.num_replaced == {who: 2}
     assert [line.rpartition("repair ")[2][0] for line in remote.notes()] == ["1", "2"]
     for limit, error in ((1, NoRepair), (9, ProcessLost)):  # all begin anew, where that may be
@@ -251,7 +251,7 @@ def direct(ranks: Any, anew: Any) -> DirectPool:
     )  # fmt: skip
 
 
-def test_an_engine_in_another_one_s_place_gets_the_weights_that_all_have_from_the_ranks() -> None:
+def test_a_replaced_engine_gets_the_current_weights_from_the_ranks() -> None:
     ranks = FakeRanks()
     engines = direct(ranks, lambda gone, is_loading: engines.put(0, actor(free_cache=True)))
     engines.load(3)
@@ -268,7 +268,7 @@ def test_an_engine_that_dies_in_a_transfer_of_the_ranks_is_not_replaced() -> Non
         assert not isinstance(raised.value, ProcessLost)
 
 
-def test_a_worker_that_is_not_built_yet_takes_another_engine() -> None:
+def test_a_worker_that_is_not_built_yet_accepts_another_engine() -> None:
     """An engine may die in the run's very first transfer."""
     worker = RolloutWorker(0, ["one", "two"])
     worker.use_engine(1, "three")
@@ -281,7 +281,7 @@ def trajectory(name: str) -> Trajectory:
     return Trajectory(trajectory_id=name, task_key=name, agent="a", reward=1.0, prompt=asked, steps=steps)
 
 
-def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path) -> None:
+def test_a_replaced_worker_reads_the_current_revision_of_the_buffer(tmp_path: Path) -> None:
     """A run that goes on rolls it back behind what its first workers were told."""
     buffer = StepTraceBuffer(tmp_path / "buffer.sqlite", load_embedder("hash"), mode="write")
     buffer.add_trajectories([trajectory("a")])
@@ -303,7 +303,7 @@ def test_a_worker_that_takes_a_place_sees_the_buffer_as_it_is_now(tmp_path: Path
     buffer.close()
 
 
-def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> None:
+def test_a_worker_with_another_tool_server_is_refused(tmp_path: Path) -> None:
     """Another node may have another version of it."""
     pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
     pytest.importorskip("mcp", reason="needs the extra mcp")
@@ -318,8 +318,10 @@ def test_a_worker_whose_tool_server_is_another_one_says_so(tmp_path: Path) -> No
         buffer=None,
         servers={**here, "tools.numbers": "numbers 0.9"},
     )  # fmt: skip
-    told = r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
+    )
+    with pytest.raises(ConfigError, match=message):
         RolloutWorker(3, []).build(given)
 
 
@@ -341,7 +343,7 @@ def test_a_prompt_without_room_for_a_token_is_no_probe(num_tokens: int) -> None:
     assert probes(engine, prompted(num_tokens), num=2) == []
 
 
-def test_a_run_that_was_ended_by_too_many_replacements_may_go_on_with_more() -> None:
+def test_the_limit_of_repairs_can_be_raised_on_resume() -> None:
     def settings(max_restarts: int) -> RunSettings:
         cluster = {"num_rollout_workers": 2, "max_restarts": max_restarts}
         recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}

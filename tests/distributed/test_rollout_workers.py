@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.config import load_settings
 from outrider.distributed.ray_session import Recipe
-from outrider.distributed.rollouts import WorkerRollouts
+from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
@@ -56,23 +57,23 @@ class Notes(StatelessHook):
     """Writes down what it is told, in order."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.records: list[Any] = []
 
     def snapshot(self) -> Any:
-        return len(self.told)
+        return len(self.records)
 
     def absorb(self, gathered: Any) -> None:
-        self.told.append(gathered)
+        self.records.append(gathered)
 
     def after_group(self, trace: Trace) -> None:
-        self.told.append(trace.task.key)
+        self.records.append(trace.task.key)
 
 
 class Together:
     """Counts what is replaced, and puts nothing else in its place."""
 
     def __init__(self, workers: list[Worker]) -> None:
-        self.workers = workers
+        self.workers, self.repairs = workers, self
         self.replaced: list[tuple[list[str], int]] = []
 
     def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
@@ -82,13 +83,15 @@ class Together:
 def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> WorkerRollouts:
     return WorkerRollouts(
         InstantRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
-        max_concurrent=at_once, heartbeat_s=1.0, rollout_status=RolloutStatus(),
-        on_finished=lambda done, owed: None,
+        max_concurrent=at_once, on_finished=lambda done, owed: None,
+        new_monitor=partial(HeartbeatMonitor, InstantRay(), limit_s=1.0, rollout_status=RolloutStatus()),
     )  # fmt: skip
 
 
 @given(st.integers(1, 6), st.integers(1, 13), st.integers(0, 40), st.integers(1, 20))
-def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, at_once: int) -> None:
+def test_groups_are_assigned_in_turn_and_returned_in_order(
+    size: int, num: int, cap: int, at_once: int
+) -> None:
     workers, hook = [Worker(number) for number in range(size)], Notes()
     tasks = [Task(key=f"t{number}", question="") for number in range(num)]
     report = rollouts_of(workers, [hook], at_once=at_once).run(
@@ -100,7 +103,7 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
     for number, worker in enumerate(workers):
         assert [job.tasks for job in worker.jobs] == ([tasks[number::size]] if number < used else [])
     # what the copies gathered, worker by worker, and only then the groups, in their order
-    assert hook.told == [*range(used), *(task.key for task in tasks)]
+    assert hook.records == [*range(used), *(task.key for task in tasks)]
     jobs = [worker.jobs[0] for worker in workers[:used]]
     assert {(job.version, job.training_step, tuple(job.snapshots)) for job in jobs} == {(5, 3, (0,))}
     assert sum(job.max_concurrent for job in jobs) <= max(at_once, size)
@@ -122,7 +125,7 @@ def test_groups_go_round_and_come_back_in_order(size: int, num: int, cap: int, a
 @given(
     st.lists(st.lists(st.sampled_from(["rollout worker", "engine 0", "engine 1"]), max_size=3), max_size=4)
 )
-def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) -> None:
+def test_only_the_groups_of_lost_processes_run_again(breaks: list[list[str]]) -> None:
     """Each worker breaks so often, with itself or with an engine; what it had brought stays."""
     num = max(1, len(breaks))
     workers, hook = [Worker(number) for number in range(num)], Notes()
@@ -133,7 +136,7 @@ def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) ->
     tasks = [Task(key=f"t{number}", question="") for number in range(2 * num)]
     report = played.run(tasks, modes=("plain",), training_step=0)
     assert [one.task for one in report.traces] == tasks
-    assert hook.told == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
+    assert hook.records == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
     for number, worker in enumerate(workers):
         tries = 1 + (len(breaks[number]) if number < len(breaks) else 0)
         assert [job.is_again for job in worker.jobs] == [False, *[True] * (tries - 1)]
@@ -146,7 +149,7 @@ def test_what_broke_is_played_again_and_nothing_else(breaks: list[list[str]]) ->
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_further_round_has_what_is_left_of_the_batch_s_calls(breaks: bool) -> None:
+def test_a_further_round_has_the_remaining_calls_of_the_batch(breaks: bool) -> None:
     """Whoever plays it, and however often: the parts are those of the first round."""
     workers = [Worker(number) for number in range(2)]
     for worker, spent in zip(workers, (3, 4), strict=True):
@@ -164,7 +167,7 @@ def test_a_further_round_has_what_is_left_of_the_batch_s_calls(breaks: bool) -> 
 
 
 @given(st.integers(0, 9), st.integers(0, 12))
-def test_a_budget_goes_on_where_another_one_stood(cap: int, num: int) -> None:
+def test_a_budget_continues_from_the_calls_of_another_one(cap: int, num: int) -> None:
     first, other = CallBudget(cap), CallBudget(cap)
     first.begin_batch(limited=True)
     for _ in range(num):
@@ -181,7 +184,7 @@ def test_no_cap_has_no_shares() -> None:
     assert budget.limit is None
 
 
-def test_a_batch_that_cannot_be_is_refused_before_anybody_plays() -> None:
+def test_an_invalid_batch_is_refused_before_any_rollout() -> None:
     workers = [Worker(0)]
     task = Task(key="a", question="")
     with pytest.raises(ValueError, match="share a key"):
@@ -251,8 +254,8 @@ class Breaking(Worker):
         if broken := sorted(self.tasks & {task.key for task in job.tasks}):
             what = "did not end a heartbeat" if self.is_silent else "died"
             name = f"rollout worker {self.number}"
-            told = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
-            self.breaks = [HashableFault(told, name, self.is_silent)]
+            message = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
+            self.breaks = [HashableFault(message, name, self.is_silent)]
         return super()._run(job)
 
 
@@ -283,7 +286,7 @@ def test_a_group_that_breaks_its_worker_is_masked_and_named(poisoned: set[str], 
     assert crew.num_charged <= (0 if is_silent else 6)
 
 
-def test_a_group_that_is_alone_from_the_beginning_is_played_twice() -> None:
+def test_a_group_that_is_alone_from_the_beginning_runs_twice() -> None:
     workers: list[Worker] = [Breaking(0, {"t0"}, is_silent=True)]
     played = rollouts_of(workers, [])
     crew = played._processes = Refunded(workers)  # type: ignore[assignment]
@@ -292,7 +295,7 @@ def test_a_group_that_is_alone_from_the_beginning_is_played_twice() -> None:
     assert (report.faults["environment_fault"], crew.num_charged) == (1, 0)
 
 
-def test_a_batch_s_calls_are_shared_when_its_groups_are_played_one_by_one() -> None:
+def test_the_calls_of_a_batch_are_divided_when_its_groups_run_one_by_one() -> None:
     workers: list[Worker] = [Breaking(0, {"t1"}, is_silent=True)]
     workers[0].num_spent = 2
     played = rollouts_of(workers, [])

@@ -89,7 +89,7 @@ def nodes() -> Iterator[Nodes]:
             made.close()
 
 
-def test_what_was_on_a_lost_node_is_placed_anew_or_the_run_ends(nodes: Nodes, tmp_path: Path) -> None:
+def test_processes_of_a_lost_node_move_or_the_run_ends(nodes: Nodes, tmp_path: Path) -> None:
     write_data(tmp_path)
     run = tmp_path / "run"
     second = nodes.begin()

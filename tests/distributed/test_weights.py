@@ -59,7 +59,7 @@ def empty(like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["shelf", "folder"])
-def test_what_arrives_is_what_was_sent_bit_by_bit(kind: str, tmp_path: Path) -> None:
+def test_weights_arrive_bit_for_bit(kind: str, tmp_path: Path) -> None:
     carrier: Carrier = Shelf() if kind == "shelf" else Folder(tmp_path / "deep" / "engine")
     sent = weights()
     parcel = pack(sent, version=4, carrier=carrier)
@@ -73,7 +73,7 @@ def test_what_arrives_is_what_was_sent_bit_by_bit(kind: str, tmp_path: Path) -> 
     assert not list(tmp_path.rglob("*.safetensors")) and not getattr(carrier, "held", None)
 
 
-def test_the_folder_forgets_what_a_killed_run_left(tmp_path: Path) -> None:
+def test_the_folder_removes_files_of_a_killed_run(tmp_path: Path) -> None:
     killed = Folder(tmp_path)
     pack(weights(), version=1, carrier=killed)
     assert list(tmp_path.glob("weights-*"))
@@ -82,7 +82,7 @@ def test_the_folder_forgets_what_a_killed_run_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda parcel: {"checksum": parcel.checksum + 1}, "did not arrive as they were sent"),
         (lambda parcel: {"names": (*parcel.names, "more")}, "did not arrive as they were sent"),
@@ -90,16 +90,16 @@ def test_the_folder_forgets_what_a_killed_run_left(tmp_path: Path) -> None:
     ],
     ids=["other bytes", "a name too few", "no piece"],
 )
-def test_other_weights_than_those_sent_are_refused(change: Any, told: str) -> None:
+def test_other_weights_than_those_sent_are_refused(change: Any, message: str) -> None:
     shelf = Shelf()
     parcel = pack(weights(), version=4, carrier=shelf)
-    with pytest.raises(ClusterFault, match=told):
+    with pytest.raises(ClusterFault, match=message):
         unpack(replace(parcel, **change(parcel)), empty(weights()), carrier=shelf)
     with pytest.raises(ClusterFault, match="another model"):
         unpack(parcel, {**empty(weights()), "half": torch.zeros(6)}, carrier=shelf)
 
 
-def test_a_transfer_that_cannot_be_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_transfer_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ClusterFault, match=r"disk: .*Not a directory"):
         pack(weights(), version=1, carrier=Folder(tmp_path / "file" / "below"))
@@ -136,7 +136,7 @@ def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tm
     actor = EngineActor(Recipe.from_settings(settings), 0, str(tmp_path), shelf)
     actor.build()
     asked = [Request(request_id="g/0/0", token_ids=(5, 6, 7), max_tokens=4, seed=1, cache_key="g/0")]
-    with pytest.raises(ClusterFault, match="engine 0 has no weights yet, and version 0 was asked for"):
+    with pytest.raises(ClusterFault, match="engine 0 has no weights yet, and version 0 was requested"):
         actor.generate("one", asked, 0)
     model = actor._model.model  # type: ignore[union-attr]
     own = {name: one.detach().clone() for name, one in model.named_parameters()}
@@ -146,7 +146,7 @@ def test_an_engine_serves_one_version_and_no_older_one(settings: RunSettings, tm
     actor.load(pack({name: 1.5 * one for name, one in own.items()}, version=1, carrier=shelf))
     [other] = actor.generate("one", asked, 1)
     assert other.weight_version == 1 and other.logprobs != first.logprobs
-    with pytest.raises(ClusterFault, match="weights of version 1, and version 0 was asked for"):
+    with pytest.raises(ClusterFault, match="weights of version 1, and version 0 was requested"):
         actor.generate("one", asked, 0)
     with pytest.raises(ClusterFault, match="weights of version 1, and was sent 0"):
         actor.load(pack(own, version=0, carrier=shelf))
@@ -171,7 +171,7 @@ class Tasks:
         """None is asked for."""
 
 
-def test_an_object_in_the_place_of_a_name_is_refused(settings: RunSettings) -> None:
+def test_an_object_instead_of_a_name_is_refused(settings: RunSettings) -> None:
     with (
         registry.substitute({"environments": Tasks()}),
         pytest.raises(ConfigError, match="an object was given for environments"),

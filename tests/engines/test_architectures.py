@@ -93,7 +93,7 @@ def case(
     yield request.param, folder, load(request.param, folder)
 
 
-def test_the_page_says_what_is_loaded(case: tuple[Architecture, Path, LanguageModel | ModelError]) -> None:
+def test_the_models_page_matches(case: tuple[Architecture, Path, LanguageModel | ModelError]) -> None:
     architecture, folder, found = case
     page = PAGE.read_text(encoding="utf-8")
     if f"transformers {transformers.__version__}" not in page:
@@ -128,7 +128,7 @@ def test_logprobs_and_gradients_are_those_of_transformers(
     policy.drop_gradients()
 
 
-def test_the_engine_says_of_its_tokens_what_the_trainer_says(
+def test_engine_and_trainer_have_the_same_logprobs(
     case: tuple[Architecture, Path, LanguageModel | ModelError],
 ) -> None:
     """Two rollouts of one prompt and their second turns, which go past windows and other lengths."""

@@ -35,7 +35,7 @@ def ask(chat: ChatEndpoint, messages: tuple[Message, ...] = QUESTION, **options:
     return chat.complete(messages, **{"max_tokens": 9, "temperature": 0.5, "seed": 3, **options})
 
 
-def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_contains_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
     with chat_server([GOOD]) as server:
         reply = ask(endpoint(server, api_key_variable="MY_KEY"), stop=("</a>",), seed=2**40 + 5)
@@ -48,7 +48,7 @@ def test_a_request_holds_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None
     }  # fmt: skip
 
 
-def test_a_request_tells_how_the_conversation_is_rendered() -> None:
+def test_a_request_contains_the_rendering_of_the_conversation() -> None:
     said = [
         *QUESTION,
         Message(role="assistant", content="<think>\na\n</think>\n\nlook"),
@@ -95,7 +95,7 @@ def test_no_key_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
         (completion(None, finish="error"), "aborted"),
     ],
 )
-def test_what_passes_is_tried_again_and_counted(bad: Answer, kind: str) -> None:
+def test_transient_errors_are_retried_and_counted(bad: Answer, kind: str) -> None:
     waits: list[float] = []
     with chat_server([bad, bad, GOOD]) as server:
         chat = endpoint(server, waits)
@@ -171,7 +171,7 @@ def test_over_tls_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - began < 20
 
 
-def test_a_port_where_nobody_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         settings = EndpointSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1", max_retries=1)
@@ -208,7 +208,7 @@ def test_retry_after_is_heeded_up_to_the_maximum(asked: str, waited: float) -> N
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_no_request_can_pass_is_a_model_error_at_once(
+def test_hopeless_status_codes_raise_a_model_error_at_once(
     status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OUTRIDER_API_KEY", "sk-secret")
@@ -230,7 +230,7 @@ def test_a_refused_request_and_a_redirect_are_faults_at_once() -> None:
             assert len(server.asked) == 1
 
 
-def test_nothing_said_is_an_empty_turn_where_the_model_ended_it_and_odd_usage_no_count() -> None:
+def test_an_empty_response_that_the_model_ended_is_an_empty_turn() -> None:
     odd = Answer(
         {
             "choices": [{"message": {"role": "assistant", "tool_calls": []}, "finish_reason": "tool_calls"}],

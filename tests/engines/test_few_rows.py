@@ -143,7 +143,7 @@ def test_an_adapter_is_decoded_with(built_before: bool) -> None:
     assert generation.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
-def test_what_is_not_exactly_these_modules_takes_the_plain_way() -> None:
+def test_other_modules_use_the_plain_forward_pass() -> None:
     plain = tiny_model()  # not fused: a norm could be anything
     assert not FewRows(plain.model).is_supported
     wrapped = tiny_model()

@@ -72,7 +72,7 @@ def test_whole_blocks_are_whole_and_nothing_is_left_out(plan: TreePlan) -> None:
         assert bool(seen.any(dim=1).all())
 
 
-def test_what_the_update_packs_is_depth_first() -> None:
+def test_the_update_packs_depth_first() -> None:
     for batch in pack(rollout_paths(groups(4, longest=20)), max_tokens=200):
         num_tokens = len(batch.ids_N)
         given_ = inputs(num_tokens)
@@ -112,7 +112,7 @@ def test_on_a_gpu_values_and_gradients_are_the_reference_s() -> None:
         assert float((one.double().cpu() - other).norm()) <= 0.02 * float(other.norm())
 
 
-def test_off_the_cpu_it_is_compiled_once_for_fixed_lengths() -> None:
+def test_other_devices_compile_once_for_fixed_lengths() -> None:
     flex._attention.cache_clear()
     with patch.object(torch, "compile", return_value=len) as compiled:
         assert flex._attention("cuda") is flex._attention("cuda") is len

@@ -18,10 +18,10 @@ self.end_headers(); self.wfile.write(b"ok")
 
 server = HTTPServer(("127.0.0.1", 0), Answer)
 threading.Thread(target=server.serve_forever, daemon=True).start()
-loop = http_client._Loop(None)
-loop.run(asyncio.sleep(0))
+client = http_client.HttpClient()
+client.loop().run(asyncio.sleep(0))
 before = set(sys.modules)
-answer = loop.run(loop.exchange(f"http://127.0.0.1:{server.server_port}/", None, {}, 60))
+answer = client.request(f"http://127.0.0.1:{server.server_port}/", None, {}, timeout_s=60)
 assert answer.content == b"ok"
 print(*sorted(set(sys.modules) - before))
 """

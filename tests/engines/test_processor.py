@@ -64,7 +64,7 @@ def test_the_variables_of_a_lesser_processor_act() -> None:
     assert not onednn.can_pack(torch.bfloat16)
 
 
-def test_what_the_system_says_of_a_processor(tmp_path: Path) -> None:
+def test_reading_the_processor(tmp_path: Path) -> None:
     for name, text in {"x86": X86, "arm": ARM}.items():
         (tmp_path / name).write_text(text)
     xeon, arm, unknown = (read_processor(tmp_path / name) for name in ("x86", "arm", "none"))

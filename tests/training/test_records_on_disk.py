@@ -1,5 +1,5 @@
-"""What a run leaves on disk for whoever looks at it: faults with reasons, values a token, splices with their
-source, tips with their writer, versions of memories; read by Arrow, pandas, DuckDB and ``load_run``."""
+"""The records of a run: faults with reasons, values per token, splices with their source, tips with their
+writer, versions of memories; read by Arrow, pandas, DuckDB and ``load_run``."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from outrider.viewer.records import (
     MemoryWriter,
     TraceReader,
     read_changes,
-    rollout_table,
+    rows_to_table,
 )
 from tests.training.recorded_run import REASON, record_run
 
@@ -151,4 +151,4 @@ def test_rollouts_of_version_1_are_made_from_its_nodes() -> None:
 
 
 def test_no_rollouts_are_a_table_too() -> None:
-    assert rollout_table([]).schema.equals(ROLLOUT_SCHEMA)
+    assert rows_to_table([], ROLLOUT_SCHEMA).schema.equals(ROLLOUT_SCHEMA)

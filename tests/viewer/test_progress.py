@@ -1,6 +1,7 @@
 """Progress: what a person or a CI log sees, with a clock that the test turns."""
 
 import io
+from itertools import count
 
 import pytest
 from hypothesis import given
@@ -9,12 +10,14 @@ from rich.console import Console
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
+from outrider.viewer import progress as progress_module
 from outrider.viewer.progress import (
     Field,
     PlainProgress,
     Progress,
     RichProgress,
     StageClock,
+    TokenMeter,
     compact,
     duration,
     make_progress,
@@ -105,7 +108,7 @@ def test_plain_survives_a_closed_pipe_and_says_so(caplog: pytest.LogCaptureFixtu
     progress.stage("train", 1)
     progress.advance(1)
     assert [record.message for record in caplog.records] == [
-        "progress display stopped, the run goes on: gone"
+        "progress display stopped, the run continues: gone"
     ]
 
 
@@ -242,3 +245,20 @@ def test_durations_are_short() -> None:
     assert [duration(seconds) for seconds in (0.4, 61.0, 3599.4, 3600.0, 6010.0)] == [
         "0:00", "1:01", "59:59", "1h00", "1h40",
     ]  # fmt: skip
+
+
+def test_tokens_and_their_speed_are_shown_beside_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = count()
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: float(next(seconds)))
+    stream = io.StringIO()
+    display = PlainProgress(stream=stream, interval=0.0)
+    meter = TokenMeter(display)
+    meter(8)  # an expert's tokens while the parts are made: no stage to show them in
+    assert stream.getvalue() == ""
+    display.stage("evaluate", 6)
+    meter.num_done = lambda: 2
+    for num_tokens in (4, 4, 2):
+        meter(num_tokens)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "evaluate: start, 6 to do" and "tokens/s" not in lines[1]
+    assert lines[-1].split()[:6] == ["evaluate", "2/6", "generated", "18", "tokens/s", "3"]

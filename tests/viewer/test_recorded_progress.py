@@ -52,7 +52,7 @@ def test_notes_have_the_step_that_they_name(tmp_path: Path) -> None:
     assert [one["step"] for one in read_alarms(tmp_path)] == [None, 7, 4]
 
 
-def test_a_disk_that_is_full_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     inner = Told()
     shown = RecordedProgress(inner, tmp_path / "gone")
     shown.stage("train", 1)

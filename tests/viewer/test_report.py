@@ -8,13 +8,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from synthetic_run import HOSTILE, trace, write_config, write_run
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin
 from outrider.viewer.records import TraceWriter
 from outrider.viewer.report import MAX_BYTES, write_report
 from outrider.viewer.report_parts import ENTROPY_EDGES, pick_samples
+from tests.viewer.synthetic_run import HOSTILE, trace, write_config, write_run
 
 
 class Page(HTMLParser):
@@ -74,9 +74,7 @@ def test_hostile_text_is_shown_as_text_in_every_kind_of_node(page: Page) -> None
     assert "arithmetic <b>tools</b>" in page.text
 
 
-def test_header_tells_algorithm_model_and_time_but_no_folder_of_the_machine(
-    page: Page, run_dir: Path
-) -> None:
+def test_the_header_has_algorithm_model_and_time_but_no_folder(page: Page, run_dir: Path) -> None:
     for part in ("rapo", ".../tiny-agent", "720", "240k"):
         assert part in page.text
     whole = (run_dir / "report.html").read_text()
@@ -232,7 +230,7 @@ def test_damage_is_a_note_and_the_rest_of_the_page_is_there(
     assert str(tmp_path) not in (run / "report.html").read_text()
 
 
-def test_rollouts_without_a_path_to_a_root_are_said_and_left_out(tmp_path: Path) -> None:
+def test_rollouts_without_a_path_to_a_root_are_noted_and_left_out(tmp_path: Path) -> None:
     for make in (orphan_nodes, circular_nodes):
         make(tmp_path)
         notes: list[str] = []
@@ -285,9 +283,7 @@ def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page
 
 
 @pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
-def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(
-    tmp_path: Path, scores: list[float]
-) -> None:
+def test_an_evaluation_with_only_faults_is_noted_and_not_drawn(tmp_path: Path, scores: list[float]) -> None:
     page = with_evaluations(tmp_path / "run", scores, num_faults=5)
     assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
     assert "nan" not in page.text.split()
@@ -300,12 +296,12 @@ def test_an_evaluation_of_nothing_but_faults_is_no_point_and_is_said(
     assert drawn == []
 
 
-def test_faults_stand_beside_the_score_that_they_are_not_in(tmp_path: Path) -> None:
+def test_faults_are_shown_with_the_score(tmp_path: Path) -> None:
     assert "5 tasks, 3 FAULTS in no score" in with_evaluations(tmp_path / "a", [0.1, 0.3], num_faults=3).text
     assert "FAULTS" not in with_evaluations(tmp_path / "b", [0.1, 0.3], num_faults=0).text
 
 
-def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Path) -> None:
+def test_an_evaluation_with_an_infinite_count_is_noted_and_left_out(tmp_path: Path) -> None:
     page = with_evaluations(tmp_path / "run", [0.1, 0.3], num_tasks=float("inf"))
     assert (
         "an evaluation was left out (OverflowError" in page.text
@@ -313,7 +309,7 @@ def test_an_evaluation_with_an_infinite_count_is_left_out_and_said(tmp_path: Pat
     )
 
 
-def test_b11_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
+def test_tips_and_what_a_fault_discarded_are_policy_tokens(tmp_path: Path) -> None:
     """As in ``outrider compare`` and in the token budget of a run."""
     write_config(tmp_path)
     writer = MetricsWriter(tmp_path / "metrics.jsonl")
@@ -328,13 +324,16 @@ def drawn(page: Page, title: str) -> dict[str, str | None]:
     return next(a for tag, a in page.elements if tag == "svg" and (a["aria-label"] or "").startswith(title))
 
 
-def test_f10_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page, run_dir: Path) -> None:
+def test_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page, run_dir: Path) -> None:
     label = drawn(page, "Evaluation on test")["aria-label"] or ""
     assert "first 11.0 %, last 49.0 %" in label
     whole = (run_dir / "report.html").read_text()
     chart = whole[whole.index('aria-label="Evaluation on test') :].split("</svg>")[0]
-    for told in ("before cold start: 11.0 % [7.0, 15.0]", "after cold start, step 0: 32.0 % [28.0, 36.0]"):
-        assert f"panel 9f2c9f2c9f2c, {told}</title>" in chart
+    for label in (
+        "before cold start: 11.0 % [7.0, 15.0]",
+        "after cold start, step 0: 32.0 % [28.0, 36.0]",
+    ):
+        assert f"panel 9f2c9f2c9f2c, {label}</title>" in chart
     ticks = re.findall(r'<text x="([\d.]+)" y="202" text-anchor="middle">([^<]+)</text>', chart)
     assert [name for _, name in sorted(ticks, key=lambda tick: float(tick[0]))] == [
         "before cold start",
@@ -348,7 +347,7 @@ def test_f10_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: 
     assert "Left of step 0: before the cold start" in page.text
 
 
-def test_f10_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
+def test_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
     page = with_evaluations(tmp_path / "run", [0.1, 0.3])
     assert (
         "Left of step 0" not in page.text
@@ -356,7 +355,7 @@ def test_f10_one_evaluation_at_step_0_stands_at_step_0(tmp_path: Path) -> None:
     )
 
 
-def test_f10_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_split(
+def test_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_split(
     page: Page, tmp_path: Path
 ) -> None:
     label = drawn(page, "Reward (reward)")["aria-label"] or ""
@@ -369,7 +368,7 @@ def test_f10_on_policy_and_hybrid_rewards_are_apart_and_mixed_only_without_a_spl
     assert "all rollouts: first 0.5" in label and "on-policy" not in label
 
 
-def test_f10_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Path) -> None:
+def test_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Path) -> None:
     # under the table and under the curve
     assert page.text.count("Played on held-out tasks without retrieval") == 2
     write_run(tmp_path, num_steps=4)
@@ -380,7 +379,7 @@ def test_f10_the_page_says_how_test_scores_were_played(page: Page, tmp_path: Pat
     assert (drawn(report(tmp_path), "Evaluation on test")["aria-label"] or "").count("over trial.") == 1
 
 
-def test_f10_wide_tables_scroll_and_charts_shrink(run_dir: Path, page: Page) -> None:
+def test_wide_tables_scroll_and_charts_shrink(run_dir: Path, page: Page) -> None:
     whole = (run_dir / "report.html").read_text()
     assert (
         whole.count("<table>")

@@ -1,4 +1,4 @@
-"""The time left (A5, F5): from the units that are to do and the measured pace, never nothing while something
+"""The time left: from the units that are to do and the measured pace, never nothing while something
 is to do."""
 
 import io
@@ -63,12 +63,12 @@ def test_rollouts_that_end_in_bursts_have_the_pace_of_the_bursts_and_their_waits
 def test_rollouts_that_all_run_at_once_have_an_estimate_from_the_half_on() -> None:
     clock = Clock()
     stage = StageClock(name="evaluate", total=10, num_parallel=64, clock=clock)
-    told = []
+    has_estimate = []
     for done in range(1, 10):
         clock.now += 1.0
         stage.advance(done, {})
-        told.append(stage.left is not None)
-    assert told == [False] * 4 + [True] * 5
+        has_estimate.append(stage.left is not None)
+    assert has_estimate == [False] * 4 + [True] * 5
 
 
 @pytest.mark.parametrize("before", [1, 90])
@@ -106,7 +106,7 @@ def test_reports_within_a_step_do_not_wash_out_the_pace_of_steps() -> None:
     total=st.integers(1, 60), before=st.integers(0, 30), num_parallel=st.integers(1, 80),
     reports=st.lists(st.tuples(st.floats(0, 1e4), st.integers(0, 5), st.floats(0, 1e4)), max_size=30),
 )  # fmt: skip
-def test_while_something_is_to_do_the_time_left_is_more_than_nothing_or_not_told(
+def test_the_estimate_is_never_zero_while_units_are_left(
     total: int, before: int, num_parallel: int, reports: list[tuple[float, int, float]]
 ) -> None:
     clock = Clock()
@@ -167,7 +167,7 @@ def test_both_displays_count_the_evaluations_between_the_steps() -> None:
         assert "elapsed 10:10" in text
 
 
-def test_both_displays_of_a_resumed_run_tell_no_time_before_its_first_step() -> None:
+def test_a_resumed_run_shows_no_estimate_before_its_first_step() -> None:
     clock = Clock()
     plain, rich, stream = displays(clock)
     for display in (plain, rich):

@@ -1,4 +1,4 @@
-"""A run without progress says where it waits, once in a while, and goes on to the same result (E1)."""
+"""A run without progress says where it waits, once in a while, and goes on to the same result."""
 
 import io
 import threading
@@ -88,7 +88,7 @@ def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock:
     assert sum("NO PROGRESS" in line for line in display.notes) == 2
 
 
-def test_everything_is_handed_on() -> None:
+def test_all_calls_are_forwarded() -> None:
     stream = io.StringIO()
     display = WatchedProgress(
         PlainProgress(stream=stream, interval=0.0), rollout_status=RolloutStatus(), after_s=0.0

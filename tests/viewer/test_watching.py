@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from synthetic_run import write_run
 
 from outrider import cli
 from outrider.commands import watch as following
@@ -16,6 +15,7 @@ from outrider.files import FileLock
 from outrider.viewer.progress import Progress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress
 from outrider.viewer.summary import read_snapshot, summary_lines
+from tests.viewer.synthetic_run import write_run
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e"
 
@@ -43,9 +43,7 @@ def once(run: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-def test_a_running_run_shows_stage_steps_and_what_it_told(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_running_run_shows_stage_steps_and_notes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(run) as shown:
         shown.advance(12, generated=345)
         shown.note("ALARM: something in step 12")
@@ -61,7 +59,7 @@ def test_a_run_that_is_silent_says_since_when(run: Path) -> None:
     assert seen.status == "running" and "last heard of 10:00 ago" in seen.lines
 
 
-def test_a_run_that_ended_that_was_stopped_and_whose_process_is_gone(
+def test_finished_stopped_and_killed_runs_are_distinguished(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running(run):
@@ -84,7 +82,7 @@ def test_a_run_of_another_machine_says_which(run: Path, capsys: pytest.CaptureFi
     assert f"it ran on {platform.node()}-2" in once(run, capsys)[0]
 
 
-def test_no_text_of_a_run_steers_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_run_are_not_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running(run) as shown:
         shown.advance(12, reward=f"{ESCAPES}0.5", **{ESCAPES: 1})
         shown.note(f"ALARM: {ESCAPES}")
@@ -135,7 +133,7 @@ def test_ctrl_c_ends_only_the_watching(
     assert "no longer watching" in capsys.readouterr().err
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["watch", str(tmp_path)]) != 0
     assert "no run directory" in capsys.readouterr().err
 

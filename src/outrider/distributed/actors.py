@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,14 @@ from outrider.distributed.engines import (
     probes,
 )
 from outrider.distributed.ray_session import Recipe, Resources, Session, outcomes, results, timeout_error
-from outrider.distributed.rollouts import RemoteGroupPlayer, WorkerRollouts, portable, worker_name
+from outrider.distributed.rollouts import (
+    HeartbeatMonitor,
+    NewMonitor,
+    RemoteGroupPlayer,
+    WorkerRollouts,
+    portable,
+    worker_name,
+)
 from outrider.distributed.weights import Carrier, Folder, ObjectStore
 from outrider.distributed.worker import RolloutWorker, WorkerSettings
 from outrider.errors import ClusterFault, ProcessLost
@@ -192,11 +200,6 @@ class RemoteProcesses:
         actor = self._actor(RolloutWorker, num_before + number, 3, **options)
         return actor.remote(number, self._engines)
 
-    @property
-    def num_replaced(self) -> Counter[str]:
-        """Number of replacements of each process, by name."""
-        return self.repairs.num_replaced
-
     def replace(self, faults: Mapping[str, ProcessLost], *, num_groups: int) -> None:
         """Replace processes that are gone, and any that fail meanwhile, until all of them run again.
 
@@ -215,10 +218,6 @@ class RemoteProcesses:
             self.repairs.count_process(fault)
             left |= self._replace(name, fault, is_again=name in done)
             done.add(name)
-
-    def refund(self, num_repairs: int) -> None:
-        """Do not count the last ``num_repairs`` repairs: a task caused them, and its group is masked."""
-        self.repairs.refund(num_repairs)
 
     def _find_pid(self, name: str) -> int | None:
         """Return the process id of a worker if it certainly runs on this machine."""
@@ -325,35 +324,38 @@ class RemoteProcesses:
             is_training=training,
             version=lambda: self.engine.weight_version,
             max_concurrent=self._settings.num_concurrent,
-            heartbeat_s=self._settings.cluster.heartbeat_s,
             on_finished=on_finished,
-            rollout_status=parts.rollout_status,
+            new_monitor=self._monitor_factory(parts),
             prefetch=prefetch,
+        )
+
+    def _monitor_factory(self, parts: Components) -> NewMonitor:
+        return partial(
+            HeartbeatMonitor,
+            self._session.ray,
+            limit_s=self._settings.cluster.heartbeat_s,
+            rollout_status=parts.rollout_status,
             busy_s=self._settings.limits.step_timeout_s,
             find_pid=self._find_pid,
             note=self.repairs.note,
         )
 
     def group_player(self, parts: Components) -> RemoteGroupPlayer:
-        """Generates the groups of training one by one, several at a time, while weights come and go."""
+        """Return the player of groups that run concurrently while new weights arrive."""
         return RemoteGroupPlayer(
             self._session.ray,
             self,
             hooks=parts.algorithm.hooks,
             version=lambda: self.engine.weight_version,
-            heartbeat_s=self._settings.cluster.heartbeat_s,
-            rollout_status=parts.rollout_status,
-            busy_s=self._settings.limits.step_timeout_s,
-            find_pid=self._find_pid,
-            note=self.repairs.note,
+            new_monitor=self._monitor_factory(parts),
         )
 
     def probes(self, trace: Trace) -> list[Trace]:
-        """A few tokens of every engine behind the prompt of a group: they show which weights it has."""
+        """Sample a few tokens of every engine after a group's prompt, which show the weights that it has."""
         return probes(self.engine, trace, num=len(self._engines))
 
     def busy_s(self) -> float:
-        """Seconds in which an engine generated since the run began: mean over engines."""
+        """Return the seconds of generation since the run began: mean over engines."""
         return self.engine.busy_s()
 
     def metrics(self) -> dict[str, float]:
@@ -361,7 +363,7 @@ class RemoteProcesses:
         return self.engine.sent | self.repairs.pop_counts()
 
     def notes(self) -> list[str]:
-        """What happened to processes since the last call, for the log."""
+        """Return what happened to processes since the last call, for the log."""
         return self.repairs.pop_notes()
 
     def close(self) -> None:

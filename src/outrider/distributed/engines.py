@@ -172,19 +172,13 @@ class EngineActor:
 
     def _engine(self, client: str) -> Engine:
         name = client if self._settings.engine.is_exact else ""
-        if name not in self._engines:
-            engine = self._build_engine()
-            if self._version is not None:
-                engine.load(self._version)
-            self._engines[name] = engine
-        return self._engines[name]
-
-    def _build_engine(self) -> Engine:
+        if name in self._engines:
+            return self._engines[name]
         settings, model = self._settings, self._model
         assert model is not None
         context = EngineContext(
             language_model=model,
-            export=self._export,
+            export=lambda folder: export(model, folder, check=False),
             folder=self._folder,
             context_length=settings.model.context_length,
             precision=resolve_precision(settings.model.precision, settings.model.device),
@@ -192,11 +186,10 @@ class EngineActor:
             seed=settings.seed,
             on_tokens=lambda num_tokens: None,
         )
-        return cast(Engine, plugins.build("engines", settings.engine, context))
-
-    def _export(self, folder: Path) -> None:
-        assert self._model is not None
-        export(self._model, folder, check=False)
+        engine = self._engines[name] = cast(Engine, plugins.build("engines", settings.engine, context))
+        if self._version is not None:
+            engine.load(self._version)
+        return engine
 
 
 class RemoteEngine:
@@ -248,13 +241,14 @@ class RemoteEngine:
     async def stream(self, request: Request) -> Generation:
         number = self._engine_index(request)
         call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
-        action, setting = "generate", "cluster.turn_timeout_s"
+        action = "generate"
         try:
             generation: Generation = await asyncio.wait_for(
                 asyncio.wrap_future(call.future()), self._timeout_s
             )
         except TimeoutError as error:
-            raise timeout_error(_engine_name(number), action, self._timeout_s, setting) from error
+            name, setting = _engine_name(number), "cluster.turn_timeout_s"
+            raise timeout_error(name, action, self._timeout_s, setting) from error
         except Exception as error:
             raise convert_error(self._ray, error, _engine_name(number), action) from error
         return generation
@@ -278,9 +272,7 @@ class RemoteEngine:
     def free_cache(self) -> None:
         # Waits for the engines: one that did it between two turns would compute the second turn's context
         # differently, with different last bits.
-        self._wait(
-            {_engine_name(number): actor.free_cache.remote() for number, actor in self._each()}, "free_cache"
-        )
+        self._call_all("free_cache")
 
     def put(self, number: int, actor: Any) -> None:
         """Replace engine ``number``. Its busy seconds since the last request are lost."""
@@ -290,18 +282,12 @@ class RemoteEngine:
 
     def clear(self) -> None:
         """Clear the caches of this client, after a failed batch."""
-        self._wait(
-            {_engine_name(number): actor.clear.remote(self._client) for number, actor in self._each()},
-            "clear",
-        )
+        self._call_all("clear", self._client)
 
     def busy_s(self) -> float:
         """Return the total seconds of generation: mean over engines."""
-        seconds = self._wait(
-            {_engine_name(number): item.busy_s.remote() for number, item in self._each()}, "busy_s"
-        )
-        self._known_busy_s = [float(item) for item in seconds]
-        return sum(self._known_busy_s + self._before_s) / len(seconds)
+        self._known_busy_s = [float(seconds) for seconds in self._call_all("busy_s")]
+        return sum(self._known_busy_s + self._before_s) / len(self._actors)
 
     def load(self, version: int) -> None:
         """Request only this version from now on. The assignment of groups to engines starts anew, so that no
@@ -310,8 +296,12 @@ class RemoteEngine:
         self.weight_version = version
         self._next, self._homes = self._first, {}
 
-    def _each(self) -> Iterator[tuple[int, Any]]:
-        return enumerate(self._actors)
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        calls = {
+            _engine_name(number): getattr(actor, method).remote(*arguments)
+            for number, actor in enumerate(self._actors)
+        }
+        return self._wait(calls, method)
 
     def _wait(self, calls: Mapping[str, Any], action: str) -> list[Any]:
         return results(
@@ -324,7 +314,7 @@ def require_version(number: int, current: int | None, requested: int) -> None:
     if current != requested:
         description = "no weights yet" if current is None else f"weights of version {current}"
         raise ClusterFault(
-            f"engine {number} has {description}, and version {requested} was asked for; {AGAIN}"
+            f"engine {number} has {description}, and version {requested} was requested; {AGAIN}"
         )
 
 
@@ -671,13 +661,10 @@ class DirectPool(EnginePool):
         super().__init__(ranks, *args, **kwargs)
         self._ranks = ranks
 
-    def load(self, version: int) -> None:
+    def load(self, version: int, *, is_again: bool = False) -> None:
         """Raises ClusterFault if an engine does not confirm the weights in time; the ranks have
         ended then.
         """
-        self._load(version, is_again=False)
-
-    def _load(self, version: int, *, is_again: bool) -> None:
         began = time.perf_counter()
         try:
             num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
@@ -695,4 +682,4 @@ class DirectPool(EnginePool):
         weights have changed since the last transfer.
         """
         super().put(number, actor)
-        self._load(self.weight_version, is_again=True)
+        self.load(self.weight_version, is_again=True)

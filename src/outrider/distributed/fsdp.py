@@ -204,16 +204,12 @@ def shard(model: PreTrainedModel, *, size: int, precision: torch.dtype, device: 
     for layer in cast(Any, model.base_model).layers:
         fully_shard(layer, **options)
     fully_shard(root, **options)
-    sum_gradients(root)
-    return root
-
-
-def sum_gradients(root: nn.Module) -> None:
-    """Sum over ranks: FSDP2 would average, and a factor without the forced sum fails on gloo."""
+    # sum over ranks: FSDP2 would average, and a factor without the forced sum fails on gloo
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    return root
 
 
 def empty_model(folder: str, *, device: str = "cpu") -> LanguageModel:
@@ -330,7 +326,7 @@ def _fresh_buffers(model: PreTrainedModel) -> list[tuple[nn.Module, dict[str, Te
             fresh = _initialised(model, module)
             if not all(bool(buffer.isfinite().all()) for buffer in fresh.values()):
                 raise ModelError(
-                    f"cluster.num_trainers: the buffers of {name} cannot be made anew: "
+                    f"cluster.num_trainers: the buffers of {name} cannot be initialized: "
                     "set cluster.num_trainers = 1"
                 ) from error
         module_buffers.append((module, fresh))

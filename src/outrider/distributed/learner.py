@@ -305,10 +305,6 @@ class RankGroup:
         [port] = self._wait([self._actors[0].open_store.remote(host)], "open_store")
         self.built = self.call("build", host, port)
 
-    @property
-    def pids(self) -> list[int]:
-        return [pid for pid, _ in self.built]
-
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks and return their results.
 

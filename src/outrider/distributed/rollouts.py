@@ -51,20 +51,14 @@ class WorkerRollouts:
         is_training: bool,
         version: Callable[[], int],
         max_concurrent: int,
-        heartbeat_s: float,
         on_finished: Callable[[int, int], None],
-        rollout_status: RolloutStatus,
+        new_monitor: "NewMonitor",
         prefetch: RolloutPrefetch | None = None,
-        busy_s: float = 0.0,
-        find_pid: Callable[[str], int | None] = lambda name: None,
-        note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._prefetch, self._busy_s, self._find_pid, self._note = prefetch, busy_s, find_pid, note
         self._ray, self._processes = ray, processes
         self._hooks, self._copied = hooks, portable(hooks)
-        self._is_training, self._version = is_training, version
-        self._max_concurrent, self._heartbeat_s = max_concurrent, heartbeat_s
-        self._on_finished, self._rollout_status = on_finished, rollout_status
+        self._is_training, self._version, self._max_concurrent = is_training, version, max_concurrent
+        self._on_finished, self._new_monitor, self._prefetch = on_finished, new_monitor, prefetch
         # by worker, for the batch: its share of the limit on tool calls, and the spent calls
         self._parts: dict[int, tuple[int, int, int]] = {}
         self._num_spent: dict[int, int] = {}
@@ -102,7 +96,7 @@ class WorkerRollouts:
             for number, part in broken.items():
                 if part.is_lost:
                     results[number].append(part.masked())
-                    self._processes.refund(len(part.charged))
+                    self._processes.repairs.refund(len(part.charged))
                     part.charged.clear()
                 left[number][:1] = part.again()
         if self._prefetch is not None:
@@ -125,17 +119,9 @@ class WorkerRollouts:
         }
         if self._prefetch is not None:
             self._prefetch.mark_sent()
-        num_before = sum(_num_rollouts(result) for each in results.values() for result in each)
-        beats = HeartbeatMonitor(
-            self._ray,
-            workers,
-            limit_s=self._heartbeat_s,
-            rollout_status=self._rollout_status,
-            on_finished=lambda num: self._on_finished(num_before + num, num_pending),
-            busy_s=self._busy_s,
-            find_pid=self._find_pid,
-            note=self._note,
-        )
+        traces = (trace for each in results.values() for result in each for trace in result.report.traces)
+        num_before = sum(len(trace.leaves) for trace in traces)
+        beats = self._new_monitor(workers, lambda num: self._on_finished(num_before + num, num_pending))
         try:
             worker_outcomes = outcomes(
                 self._ray, calls, action="its rollouts", watch=partial(self._watch, beats)
@@ -282,7 +268,7 @@ class Part:
         """Return its only group without rollouts, because it breaks the worker."""
         [task], [modes] = self.job.tasks, self.job.modes
         reason = str(self.faults[-1]).partition("; ")[0]
-        detail = f"not played again, because it breaks its rollout worker: {reason}"
+        detail = f"masked, because it breaks its rollout worker: {reason}"
         trace = Trace(task=task, modes=tuple(modes))
         for rollout in range(len(modes)):
             trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
@@ -295,10 +281,6 @@ class Part:
             fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
         )
         return JobResult(report=report, gathered=None, num_spent=self.job.num_spent)
-
-
-def _num_rollouts(result: JobResult) -> int:
-    return sum(len(trace.leaves) for trace in result.report.traces)
 
 
 def worker_name(number: int) -> str:
@@ -339,10 +321,10 @@ class HeartbeatMonitor:
         self,
         ray: Any,
         workers: Mapping[str, Any],
+        on_finished: Callable[[int], None] = lambda num: None,
         *,
         limit_s: float,
         rollout_status: RolloutStatus,
-        on_finished: Callable[[int], None],
         busy_s: float = 0.0,
         find_pid: Callable[[str], int | None] = lambda name: None,
         note: Callable[[str], None] = lambda line: None,
@@ -425,6 +407,9 @@ class HeartbeatMonitor:
             self._rollout_status.remove(name)
 
 
+NewMonitor = Callable[..., HeartbeatMonitor]  # of workers by name, and what is called with finished rollouts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
     """A running group, and the replacements of each process when it started."""
@@ -450,15 +435,10 @@ class RemoteGroupPlayer:
         *,
         hooks: Sequence[Hook],
         version: Callable[[], int],
-        heartbeat_s: float,
-        rollout_status: RolloutStatus,
-        busy_s: float = 0.0,
-        find_pid: Callable[[str], int | None] = lambda name: None,
-        note: Callable[[str], None] = lambda line: None,
+        new_monitor: NewMonitor,
     ) -> None:
-        self._busy_s, self._find_pid, self._note = busy_s, find_pid, note
         self._ray, self._processes, self._copied = ray, processes, portable(hooks)
-        self._version, self._heartbeat_s, self._rollout_status = version, heartbeat_s, rollout_status
+        self._version, self._new_monitor = version, new_monitor
         self._calls: dict[Any, _Call] = {}
         self._waiting: dict[int, deque[_Call]] = {}  # by worker
         self._last_faults: dict[str, ProcessLost] = {}
@@ -496,7 +476,7 @@ class RemoteGroupPlayer:
                 now = [call for call in self._calls.values() if self._worker(call) == number]
                 if any(call.part.is_alone for call in now) or (waiting[0].part.is_alone and now):
                     break
-                call = replace(waiting.popleft(), before=Counter(self._processes.num_replaced))
+                call = replace(waiting.popleft(), before=Counter(self._processes.repairs.num_replaced))
                 play = self._processes.workers[number].play.options(concurrency_group="play")
                 self._calls[play.remote(call.part.job, call.snapshots)] = call
 
@@ -506,7 +486,7 @@ class RemoteGroupPlayer:
     def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
         results: dict[GroupName, GroupResult] = {}
         broken: list[tuple[_Call, ProcessLost]] = []
-        if self._known_replacements != self._processes.num_replaced:  # replaced during an evaluation
+        if self._known_replacements != self._processes.repairs.num_replaced:  # replaced during an evaluation
             self._beats = self._new_beats()
         faults = dict(self._beats())
         calls = list(self._calls)
@@ -516,10 +496,10 @@ class RemoteGroupPlayer:
                 ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
             for reference in ready:
                 call = self._calls.pop(reference)
-                outcome = get_answer(self._ray, reference, self._worker_name(call), "its rollouts")
+                outcome = get_answer(self._ray, reference, worker_name(self._worker(call)), "its rollouts")
                 if isinstance(outcome, ProcessLost):
                     # otherwise it was replaced after the start of this group
-                    if self._processes.num_replaced[outcome.process] == call.before[outcome.process]:
+                    if self._processes.repairs.num_replaced[outcome.process] == call.before[outcome.process]:
                         outcome = add_location(outcome, self._beats.last_location(outcome.process))
                         faults.setdefault(outcome.process, outcome)
                     else:
@@ -544,11 +524,11 @@ class RemoteGroupPlayer:
     def _retry(self, call: _Call, fault: ProcessLost) -> GroupResult | None:
         """Start a failed group again, or mask it."""
         part = call.part
-        if fault.process == self._worker_name(call):
+        if fault.process == worker_name(self._worker(call)):
             part.num_breaks += 1
             part.faults.append(fault)
         if part.is_spent and part.is_alone:
-            self._processes.refund(1)
+            self._processes.repairs.refund(1)
             return _group(part.masked())
         next_part = Part(part.job, is_alone=True) if part.is_spent else part
         self._enqueue(call.name, next_part, call.snapshots)
@@ -562,20 +542,9 @@ class RemoteGroupPlayer:
         self._beats.close()
 
     def _new_beats(self) -> HeartbeatMonitor:
-        self._known_replacements = Counter(self._processes.num_replaced)
-        return HeartbeatMonitor(
-            self._ray,
-            {worker_name(number): worker for number, worker in enumerate(self._processes.workers)},
-            limit_s=self._heartbeat_s,
-            rollout_status=self._rollout_status,
-            on_finished=lambda num_ended: None,
-            busy_s=self._busy_s,
-            find_pid=self._find_pid,
-            note=self._note,
-        )
-
-    def _worker_name(self, call: _Call) -> str:
-        return worker_name(self._worker(call))
+        self._known_replacements = Counter(self._processes.repairs.num_replaced)
+        workers = {worker_name(number): worker for number, worker in enumerate(self._processes.workers)}
+        return self._new_monitor(workers)
 
 
 def _group(result: JobResult) -> GroupResult:

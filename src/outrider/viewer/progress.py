@@ -241,6 +241,26 @@ class _StageProgress(Progress):
         self._line_per_unit = False
         self._is_broken = False
 
+    def stage(
+        self,
+        name: str,
+        total: int | None,
+        *,
+        done: int = 0,
+        num_parallel: int = 1,
+        line_per_unit: bool = False,
+    ) -> None:
+        self._finish_stage()
+        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
+        self._line_per_unit = line_per_unit
+        self._begin_stage(self._stage)
+
+    def _finish_stage(self) -> None:
+        """Print the last report of the current stage if that is necessary."""
+
+    def _begin_stage(self, stage: StageClock) -> None:
+        """Show that a stage began or continues."""
+
     def _advance(self, done: int, fields: dict[str, Field]) -> tuple[StageClock, bool]:
         """Update the stage. Returns it, and whether the report must be printed as a line."""
         if self._stage is None:
@@ -253,7 +273,7 @@ class _StageProgress(Progress):
     def _warn_once(self, error: Exception) -> None:
         """Disable the display with a warning, because a lost stream or terminal must not end the run."""
         self._is_broken = True
-        _log.warning("progress display stopped, the run goes on: %s", error)
+        _log.warning("progress display stopped, the run continues: %s", error)
 
 
 class PlainProgress(_StageProgress):
@@ -273,21 +293,10 @@ class PlainProgress(_StageProgress):
         self._last_print = clock()
         self._has_unprinted = False
 
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        line_per_unit: bool = False,
-    ) -> None:
-        """Print the last report of the previous stage, if it was skipped, and the start of this one."""
-        self._flush()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
-        self._line_per_unit = line_per_unit
+    def _begin_stage(self, stage: StageClock) -> None:
+        done, total = stage.done, stage.total
         status = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
-        self._print(f"{name}: {status}")
+        self._print(f"{stage.name}: {status}")
 
     def advance(self, done: int, **fields: Field) -> None:
         """Print the state of the stage, unless the last line was printed within the interval."""
@@ -299,17 +308,15 @@ class PlainProgress(_StageProgress):
             or done == stage.total
             or self._clock() - self._last_print >= self._interval
         ):
-            self._flush()
+            self._finish_stage()
 
     def note(self, text: str) -> None:
-        """Print the message on one line."""
         self._print(one_line(text))
 
     def close(self) -> None:
-        """Print the last report if it was skipped."""
-        self._flush()
+        self._finish_stage()
 
-    def _flush(self) -> None:
+    def _finish_stage(self) -> None:
         if self._has_unprinted and self._stage is not None:
             self._has_unprinted = False
             self._print(one_line(self._stage.summary()))
@@ -342,19 +349,7 @@ class RichProgress(_StageProgress):
         self._live.start()
         self._unregister_cleanup = clear_before_exit(self._live.stop)
 
-    def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        line_per_unit: bool = False,
-    ) -> None:
-        """Print one line for the finished stage and begin the next."""
-        self._print_summary()
-        self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
-        self._line_per_unit = line_per_unit
+    def _begin_stage(self, stage: StageClock) -> None:
         self._message = ""
 
     def advance(self, done: int, **fields: Field) -> None:
@@ -375,12 +370,12 @@ class RichProgress(_StageProgress):
 
     def close(self) -> None:
         """Stop redrawing and print the line of the last stage."""
-        self._print_summary()
+        self._finish_stage()
         self._stage = None
         self._guarded(self._live.stop)
         self._unregister_cleanup()
 
-    def _print_summary(self) -> None:
+    def _finish_stage(self) -> None:
         if self._stage is not None and not self._has_printed_summary:
             self._print(one_line(self._stage.summary()))
         self._has_printed_summary = False

@@ -5,11 +5,12 @@ Each folder has one file per training step and per evaluation; a file is absent 
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Final, Generic, TypeVar, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,6 +41,9 @@ EXPERTS_FILE: Final = "cold-start.parquet"
 """Expert rollouts of the cold start."""
 _LATER: Final = frozenset({"metrics"})
 """Columns that were added within version 2 of the records."""
+
+
+RowT = TypeVar("RowT", "TraceRow", "RolloutRow")
 
 
 class StepFiles:
@@ -116,40 +120,36 @@ def _added(table: pa.Table, schema: pa.Schema) -> dict[str, pa.Array]:
     }
 
 
-# Traces on disk: one Parquet file per training step, one row per node of the trace tree.
+_TYPES: Final[Mapping[object, pa.DataType]] = {
+    int: pa.int64(), float: pa.float64(), bool: pa.bool_(),
+    tuple[str, ...]: pa.list_(pa.string()), tuple[float, ...]: pa.list_(pa.float64()),
+}  # fmt: skip
 
 
-_VALUES: Final = pa.list_(pa.float32())  # one value per token, for display only: float32 halves the size
+def schema_of(row: type, *, single_precision: Sequence[str] = ()) -> pa.Schema:
+    """The columns of a dataclass: one per field; a field that may be None is nullable, and enumerations are
+    strings. Token values in ``single_precision`` are float32.
+    """
+    fields = []
+    for name, hint in get_type_hints(row).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        column = pa.list_(pa.float32()) if name in single_precision else _TYPES.get(kinds[0], pa.string())
+        fields.append(pa.field(name, column, nullable=NoneType in kinds))
+    return pa.schema(fields)
 
-SCHEMA: Final = pa.schema(
-    [
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("task_key", pa.string(), nullable=False),
-        pa.field("trace_id", pa.string(), nullable=False),
-        pa.field("node_id", pa.int64(), nullable=False),
-        pa.field("parent_id", pa.int64(), nullable=False),
-        pa.field("rollout", pa.int64(), nullable=False),
-        pa.field("origin", pa.string(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("tokens", pa.list_(pa.string()), nullable=False),
-        pa.field("logprobs", pa.list_(pa.float64()), nullable=False),
-        pa.field("entropies", pa.list_(pa.float64()), nullable=False),
-        pa.field("outcome", pa.string()),
-        pa.field("episode_return", pa.float64()),
-        pa.field("advantage", pa.float64()),
-        pa.field("hybrid", pa.bool_()),
-        pa.field("metadata", pa.string(), nullable=False),
-        # since version 2 of the format
-        pa.field("advantages", _VALUES, nullable=False),
-        pa.field("trainer_logprobs", _VALUES, nullable=False),
-        pa.field("ratios", _VALUES, nullable=False),
-        pa.field("weight_version", pa.int64()),
-        pa.field("role", pa.string()),
+
+def rows_to_table(rows: Sequence[Any], schema: pa.Schema) -> pa.Table:
+    """Dataclass objects as a table in the schema of the files."""
+    read = attrgetter(*schema.names)
+    columns = zip(*map(read, rows), strict=True) if rows else [()] * len(schema)
+    arrays = [
+        pa.array([storable(value) for value in column], field.type)
+        for column, field in zip(columns, schema, strict=True)
     ]
-)
+    return pa.Table.from_arrays(arrays, schema=schema)
 
-_row_values: Final = attrgetter(*SCHEMA.names)
-_LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
+
+# Traces on disk: one Parquet file per training step, one row per node of the trace tree.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,21 +199,34 @@ class TraceRow:
             )
 
 
-class TraceWriter(StepFiles):
-    """Writes the nodes of steps and evaluations, and of the experts of the cold start. Raises OSError."""
+# for display only: float32 halves the size
+SCHEMA: Final = schema_of(TraceRow, single_precision=("advantages", "trainer_logprobs", "ratios"))
+_LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
-    def write(self, step: int, rows: Sequence[TraceRow]) -> Path:
-        """Write the nodes of one step. Raises ``ValueError`` for rows of another step."""
+
+class _RowWriter(StepFiles, Generic[RowT]):
+    """Writes the rows of steps and evaluations, and of the experts of the cold start. Raises OSError."""
+
+    schema: ClassVar[pa.Schema]
+
+    def write(self, step: int, rows: Sequence[RowT]) -> Path:
+        """Write the rows of one step. Raises ``ValueError`` for rows of another step."""
         if any(row.step != step for row in rows):
             raise ValueError(f"a row belongs to another step than {step}")
-        return self.write_table(step_file(step), node_table(rows))
+        return self.write_table(step_file(step), rows_to_table(rows, self.schema))
 
-    def write_evaluation(self, number: int, rows: Sequence[TraceRow]) -> Path:
-        """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self.write_table(evaluation_file(number), node_table(rows))
+    def write_evaluation(self, number: int, rows: Sequence[RowT]) -> Path:
+        """Write the rows of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
+        return self.write_table(evaluation_file(number), rows_to_table(rows, self.schema))
 
-    def write_experts(self, rows: Sequence[TraceRow]) -> Path:
-        return self.write_table(EXPERTS_FILE, node_table(rows))
+    def write_experts(self, rows: Sequence[RowT]) -> Path:
+        return self.write_table(EXPERTS_FILE, rows_to_table(rows, self.schema))
+
+
+class TraceWriter(_RowWriter[TraceRow]):
+    """Writes nodes of rollouts."""
+
+    schema = SCHEMA
 
 
 class TraceReader(StepFiles):
@@ -252,12 +265,6 @@ def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
         raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
 
 
-def node_table(rows: Iterable[TraceRow]) -> pa.Table:
-    """The rows as a table in the schema of the files."""
-    values = [[storable(value) for value in _row_values(row)] for row in rows]
-    return pa.Table.from_pylist([dict(zip(SCHEMA.names, row, strict=True)) for row in values], schema=SCHEMA)
-
-
 def storable(value: Any) -> Any:
     """Convert to plain Python values. Lone surrogates, which UTF-8 cannot encode, become escape sequences."""
     if isinstance(value, str):
@@ -281,33 +288,6 @@ def _row(values: dict[str, Any]) -> TraceRow:
 
 ROLLOUTS: Final = "rollouts"
 """Name of the folder in a run directory."""
-
-ROLLOUT_SCHEMA: Final = pa.schema(
-    [
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("task_key", pa.string(), nullable=False),
-        pa.field("trace_id", pa.string(), nullable=False),
-        pa.field("rollout", pa.int64(), nullable=False),
-        pa.field("node_id", pa.int64(), nullable=False),
-        pa.field("outcome", pa.string(), nullable=False),
-        pa.field("fault", pa.string(), nullable=False),
-        pa.field("episode_return", pa.float64()),
-        pa.field("success", pa.bool_()),
-        pa.field("advantage", pa.float64()),
-        pa.field("intrinsic", pa.float64(), nullable=False),
-        pa.field("mode", pa.string(), nullable=False),
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("num_turns", pa.int64(), nullable=False),
-        pa.field("num_tokens", pa.int64(), nullable=False),
-        pa.field("num_calls", pa.int64(), nullable=False),
-        pa.field("mean_entropy", pa.float64()),
-        pa.field("num_splices", pa.int64(), nullable=False),
-        pa.field("num_tips", pa.int64(), nullable=False),
-        pa.field("forked_from", pa.int64(), nullable=False),
-        pa.field("metrics", pa.string()),
-    ]
-)
-_rollout_values: Final = attrgetter(*ROLLOUT_SCHEMA.names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,33 +326,16 @@ class RolloutRow:
     metrics: str | None = None
 
 
-class RolloutWriter(StepFiles):
-    """Writes the rollouts of steps and evaluations, and of the experts of the cold start. Raises OSError."""
+ROLLOUT_SCHEMA: Final = schema_of(RolloutRow)
+
+
+class RolloutWriter(_RowWriter[RolloutRow]):
+    """Writes rollouts."""
+
+    schema = ROLLOUT_SCHEMA
 
     def __init__(self, run: Path) -> None:
         super().__init__(run / ROLLOUTS)
-
-    def write(self, step: int, rows: Sequence[RolloutRow]) -> Path:
-        return self.write_table(step_file(step), rollout_table(rows))
-
-    def write_evaluation(self, number: int, rows: Sequence[RolloutRow]) -> Path:
-        """Write the rollouts of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self.write_table(evaluation_file(number), rollout_table(rows))
-
-    def write_experts(self, rows: Sequence[RolloutRow]) -> Path:
-        return self.write_table(EXPERTS_FILE, rollout_table(rows))
-
-
-def rollout_table(rows: Sequence[RolloutRow]) -> pa.Table:
-    """The rows as a table in the schema of the files."""
-    columns = (
-        zip(*(_rollout_values(row) for row in rows), strict=True) if rows else [()] * len(ROLLOUT_SCHEMA)
-    )
-    arrays = [
-        pa.array([storable(value) for value in column], field.type)
-        for column, field in zip(columns, ROLLOUT_SCHEMA, strict=True)
-    ]
-    return pa.Table.from_arrays(arrays, schema=ROLLOUT_SCHEMA)
 
 
 def read_rollouts(run: Path, name: str) -> pa.Table:
@@ -383,7 +346,7 @@ def read_rollouts(run: Path, name: str) -> pa.Table:
     """
     if (run / ROLLOUTS / name).is_file():
         return StepFiles(run / ROLLOUTS).read_table(name, ROLLOUT_SCHEMA)
-    return rollout_table(list(rollouts_from_traces(read_rows(run / "traces", name))))
+    return rows_to_table(list(rollouts_from_traces(read_rows(run / "traces", name))), ROLLOUT_SCHEMA)
 
 
 def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
@@ -458,21 +421,7 @@ def _number(value: object) -> float:
 MEMORY: Final = "memory"
 """Name of the folder in a run directory."""
 
-MEMORY_SCHEMA: Final = pa.schema(
-    [
-        pa.field("step", pa.int64(), nullable=False),
-        pa.field("memory", pa.string(), nullable=False),
-        pa.field("change", pa.string(), nullable=False),
-        pa.field("version", pa.int64(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("item_id", pa.int64(), nullable=False),
-        pa.field("text", pa.string(), nullable=False),
-        pa.field("score", pa.float64(), nullable=False),
-        pa.field("writer", pa.string(), nullable=False),
-        pa.field("written_at", pa.int64(), nullable=False),
-    ]
-)
-_memory_values: Final = attrgetter(*MEMORY_SCHEMA.names[1:])
+MEMORY_SCHEMA: Final = pa.schema([pa.field("step", pa.int64(), nullable=False), *schema_of(MemoryChange)])
 
 
 class MemoryWriter(StepFiles):
@@ -485,9 +434,9 @@ class MemoryWriter(StepFiles):
         """Write no file if nothing has changed. Raises OSError."""
         if not changes:
             return None
-        values = [(step, *map(storable, _memory_values(change))) for change in changes]
-        rows = [dict(zip(MEMORY_SCHEMA.names, row, strict=True)) for row in values]
-        return self.write_table(step_file(step), pa.Table.from_pylist(rows, schema=MEMORY_SCHEMA))
+        table = rows_to_table(changes, pa.schema(list(MEMORY_SCHEMA)[1:]))
+        steps = pa.array([step] * len(changes), pa.int64())
+        return self.write_table(step_file(step), table.add_column(0, MEMORY_SCHEMA.field("step"), steps))
 
 
 def read_changes(run: Path, *, until: int) -> Iterator[tuple[int, MemoryChange]]:

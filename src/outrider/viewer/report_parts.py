@@ -289,7 +289,7 @@ class Sample:
 
     @property
     def kind(self) -> str:
-        """Whose rollout it is, in the report's words."""
+        """Kind of the rollout, as the report names it."""
         if any(row.origin is Origin.DEMONSTRATION for row in self.path):
             return "demonstration"
         return "hybrid" if self.leaf.hybrid else "on-policy"

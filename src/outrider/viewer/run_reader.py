@@ -79,8 +79,7 @@ class RecordedProgress(Progress):
             self._write()
 
     def note(self, text: str) -> None:
-        """See :class:`~outrider.viewer.progress.Progress`; the step is the one that the line names, else the
-        newest."""
+        """Record a message with the step that it names, or else the newest step."""
         self._inner.note(text)
         match = _STEP.search(text)
         step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
@@ -91,8 +90,6 @@ class RecordedProgress(Progress):
             self._setup_lines.append(json.dumps(line))
 
     def stopping(self) -> bool:
-        """See :class:`~outrider.viewer.progress.Progress`; called in a signal handler, so nothing is
-        written."""
         return self._inner.stopping()
 
     def close(self) -> None:
@@ -125,7 +122,7 @@ class RecordedProgress(Progress):
             write()
         except (OSError, ValueError, TypeError) as error:
             self._is_broken = True
-            _log.warning("the run's progress is no longer recorded, the run goes on: %s", error)
+            _log.warning("the run's progress is no longer recorded, the run continues: %s", error)
 
 
 _MAX_LISTED_LINES: Final = 3
@@ -252,11 +249,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def task_evaluation_message(folder: Path) -> str:
-    """What is reported of the folder of an evaluation of tasks, which is no run; empty for any other."""
+    """Error message for the folder of an evaluation of tasks, which is no run; empty for any other folder."""
     if not (folder / "results.jsonl").is_file() or (folder / "config.toml").is_file():
         return ""
     return (
-        f"{folder} holds an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
+        f"{folder} is an evaluation of eval --tasks, no run: its scores are in summary.json, its replies "
         "in results.jsonl, and outrider inspect-log makes a log of them that inspect view opens"
     )
 
@@ -296,7 +293,7 @@ def _flat(table: Mapping[str, Any], prefix: str, show: Callable[[object], str]) 
 
 
 def _portable(value: object) -> str:
-    """The value without the folders of this machine: a report is read elsewhere."""
+    """The value without the folders of this machine, because reports are read on other machines."""
     if isinstance(value, list):
         return "[" + ", ".join(_portable(item) for item in value) + "]"
     text = str(value)
@@ -399,7 +396,7 @@ def live_state(run: Path) -> dict[str, Any] | None:
 
 
 def read_notes(run: Path) -> list[dict[str, Any]]:
-    """The lines of ``notes.jsonl`` with a text; none if the run kept no notes."""
+    """The lines of ``notes.jsonl`` with a text; none if the run has no notes."""
     try:
         return [line for _, line in readable(run / NOTES) if line and "text" in line]
     except OSError:

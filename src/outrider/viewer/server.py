@@ -199,7 +199,7 @@ class Guard:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
         if self._hosts is not None and name.strip("[]") not in self._hosts:
-            return 403, "this server is asked by another name than its own"
+            return 403, "the Host header is not a name of this server"
         if self._token is not None:
             token = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
             if not hmac.compare_digest(token.encode(), self._token.encode()):

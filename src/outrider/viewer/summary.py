@@ -158,7 +158,7 @@ def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
         description = f"its process is gone (killed?){host_hint}; {resume_hint}"
     lines = [f"{run}: {description}"]
     if live is None:
-        lines.append("it tells no stage")
+        lines.append("no stage is recorded")
     elif status in ("running", "gone"):
         lines.append(str(live.get("line") or f"{live.get('stage')} {live.get('done')}/{live.get('total')}"))
         now = time.time() if now is None else now

@@ -189,7 +189,7 @@ class TrackerSet:
             self.num_failures[name] += 1
             self._trackers.pop(name, None)
             cause = f"{type(error).__name__}: {error}"
-            self._warn(f"TRACKER OFF: {name} failed ({cause}); training goes on, metrics.jsonl is complete")
+            self._warn(f"TRACKER OFF: {name} failed ({cause}); training continues, metrics.jsonl is complete")
 
 
 def require_installed(names: Sequence[str]) -> None:

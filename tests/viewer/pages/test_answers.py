@@ -25,7 +25,7 @@ def rows_on_disk(recorded: Path) -> list[dict[str, Any]]:
     return [row for step in run.steps() for row in run.rollouts(step).to_pylist()]
 
 
-def test_a_run_is_told_with_its_status_score_and_last_alarm(served: Served, recorded: Path) -> None:
+def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -> None:
     [run] = served.data("runs")
     last = outrider.load_run(recorded).evaluations().to_pylist()[-1]
     assert (run["status"], run["method"], run["task"], run["steps"]) == ("finished", "combined", "tools", 3)
@@ -81,8 +81,8 @@ def test_search_finds_each_turn_that_has_the_words(served: Served, recorded: Pat
     for words in ("RING", "where is", "</search>", "&lt;", "nobody says this"):
         found = served.data("search", words=words)
         expected = [row for row in nodes if words.lower() in row["text"].lower()]
-        told = {(hit["where"][:4], hit["trace_id"], hit["node_id"]) for hit in found["hits"]}
-        assert len(found["hits"]) == len(expected) and len(told) <= len(expected)
+        locations = {(hit["where"][:4], hit["trace_id"], hit["node_id"]) for hit in found["hits"]}
+        assert len(found["hits"]) == len(expected) and len(locations) <= len(expected)
         assert all(words.lower() in hit["text"].lower() for hit in found["hits"])
 
 
@@ -126,7 +126,7 @@ def test_the_nearest_of_a_memory_come_first(served: Served) -> None:
     )
 
 
-def test_what_was_shown_is_told_with_when(served: Served, recorded: Path) -> None:
+def test_insertions_are_listed_with_their_step(served: Served, recorded: Path) -> None:
     run = outrider.load_run(recorded)
     for step in run.steps():
         nodes = [row for row in run.traces(step).to_pylist() if row["origin"] in ("buffer", "memory")]
@@ -151,14 +151,14 @@ def test_what_was_shown_is_told_with_when(served: Served, recorded: Path) -> Non
         ("search", {"where": "../../run/traces/step-000001", "words": "ring"}),
     ],
 )
-def test_what_is_not_there_is_one_line(served: Served, kind: str, given: dict[str, str]) -> None:
+def test_missing_data_is_one_line(served: Served, kind: str, given: dict[str, str]) -> None:
     from urllib.parse import urlencode
 
     status, _, body = served.ask(f"/data/{kind}.json?{urlencode({'run': served.ids[0], **given})}")
     assert status in (400, 404) and set(json.loads(body)) == {"error"}
 
 
-def test_a_damaged_file_is_told_and_not_left_out_silently(recorded: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(recorded: Path, tmp_path: Path) -> None:
     run = shutil.copytree(recorded, tmp_path / "run")
     (run / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1 torn")
     with serving([run]) as found:
@@ -191,7 +191,7 @@ def test_search_takes_files_of_any_cut(tmp_path: Path) -> None:
     assert search.find("alpha", ["step-000009"]) == {"hits": [], "more": False}
 
 
-def test_a_run_that_is_left_is_read_no_further(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_of_a_closed_run_stops(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whoever goes to and fro between runs makes the server hold the texts of them all."""
     read: list[Path] = []
     search = TextSearch(recorded)

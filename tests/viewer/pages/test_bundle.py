@@ -10,9 +10,7 @@ from outrider.cli import main
 from outrider.viewer.run_reader import LIVE, NOTES
 
 
-def test_a_bundle_says_its_own_policy_and_names_nothing_of_this_machine(
-    recorded: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_has_its_policy_and_no_name_of_this_machine(recorded: Path, tmp_path: Path) -> None:
     run = shutil.copytree(recorded, tmp_path / "private-folder" / "a" / "run")
     (run / LIVE).write_text(json.dumps({"pid": os.getpid(), "host": "private-host", "stage": "train"}))
     with (run / NOTES).open("a") as notes:

@@ -42,17 +42,17 @@ def test_nothing_runs_but_our_own_files(served: Served) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
-def test_another_name_than_ours_gets_nothing(served: Served, host: str) -> None:
+def test_another_host_name_is_refused(served: Served, host: str) -> None:
     status, _, body = served.ask("/data/runs.json", headers={"Host": host})
     assert status in (400, 403) and b"score" not in body
 
 
-def test_our_names_are_answered(served: Served) -> None:
+def test_own_host_names_are_accepted(served: Served) -> None:
     for host in (f"localhost:{served.port}", f"127.0.0.1:{served.port}", "localhost"):
         assert served.ask("/data/runs.json", headers={"Host": host})[0] == 200
 
 
-def test_where_it_is_bound_elsewhere_only_the_token_opens(recorded: Path) -> None:
+def test_a_server_on_another_address_requires_the_token(recorded: Path) -> None:
     with serving([recorded], hosts=None, token="a-token") as found:
         for path in ("/", "/data/runs.json", "/main.js", "/data/runs.json?token=", "/?token=b-token"):
             assert found.ask(path)[0] == 403
@@ -141,7 +141,7 @@ def test_the_process_that_holds_the_lock_is_ended(tmp_path: Path) -> None:
         assert run.wait(60) == -signal.SIGTERM
 
 
-def test_a_page_of_another_origin_does_not_let_us_work(served: Served) -> None:
+def test_requests_of_another_origin_are_refused(served: Served) -> None:
     for site in ("cross-site", "same-site"):  # another port of this machine is of the same site
         for mode in ("no-cors", "cors", "websocket"):
             asked = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode}
@@ -151,9 +151,7 @@ def test_a_page_of_another_origin_does_not_let_us_work(served: Served) -> None:
     assert served.ask("/data/runs.json", headers=own)[0] == 200
 
 
-def test_a_flood_of_questions_is_answered_a_few_at_a_time(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_are_answered_a_few_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each may hold a whole file in memory."""
     begun, go = threading.Semaphore(0), threading.Event()
     at_once: list[int] = []
@@ -206,7 +204,7 @@ def test_a_run_of_another_machine_or_of_no_process_is_not_stopped(tmp_path: Path
         with pytest.raises(DataError, match="on another machine, elsewhere"):
             live.stop(tmp_path)
         running(tmp_path, pid=-1)
-        with pytest.raises(DataError, match="does not say which process"):
+        with pytest.raises(DataError, match="does not record its process id"):
             live.stop(tmp_path)
 
 
@@ -226,7 +224,7 @@ def test_events_come_when_something_has_changed(tmp_path: Path) -> None:
         assert found.ask("/events?run=x")[0] == 404
 
 
-def test_loopback_is_told_from_other_addresses() -> None:
+def test_loopback_addresses_are_recognized() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"))
     assert not any(is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "localhost.evil.example"))
 

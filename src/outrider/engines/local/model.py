@@ -318,7 +318,7 @@ def _unused_layer_weights(model: PreTrainedModel, unused: Sequence[str]) -> list
 
 def _choose_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:
     """Choose packed if it is exact and allowed. Raises ModelError if no allowed path is exact."""
-    why = "it was asked for (model.forward)" if forward == "unpacked" else _not_packed(loaded)
+    why = "model.forward requests it" if forward == "unpacked" else _not_packed(loaded)
     if not why:
         return loaded
     if forward == "packed":
