@@ -592,7 +592,7 @@ def test_a_wrapped_function_is_a_tool(name: str, text: str, output: str) -> None
 
 
 def test_a_plug_in_that_is_no_tool_is_refused() -> None:
-    with pytest.raises(ValidationError, match="NoTool .* is not a tool: it has no method run_text"):
+    with pytest.raises(ValidationError, match=r"NoTool .* is not a tool: it has no method run_text"):
         ToolsConfig.model_validate({"tools": [f"{__name__}:NoTool"]})
     with pytest.raises(ConfigError, match="is no class and no function"):
         resolve("tools", f"{__name__}:__name__")
