@@ -56,7 +56,7 @@ def test_the_contract_of_a_plug_in(name: str) -> None:
     check_call_format(get_call_format(name))
 
 
-@pytest.mark.parametrize(("form", "reason"), [(Raises(), "read raises"), (Forgets(), "is read as")])
+@pytest.mark.parametrize(("form", "reason"), [(Raises(), "read raises"), (Forgets(), "is parsed as")])
 def test_the_contract_check_finds_a_broken_format(form: Hermes, reason: str) -> None:
     with pytest.raises(AssertionError, match=reason):
         check_call_format(form)

@@ -592,7 +592,7 @@ def test_a_wrapped_function_is_a_tool(name: str, text: str, output: str) -> None
 
 
 def test_a_plug_in_that_is_no_tool_is_refused() -> None:
-    with pytest.raises(ValidationError, match=r"NoTool is no tool: .* attribute name; a function"):
+    with pytest.raises(ValidationError, match=r"NoTool .* is not a tool: it has no method run_text"):
         ToolsConfig.model_validate({"tools": [f"{__name__}:NoTool"]})
     with pytest.raises(ConfigError, match="is no class and no function"):
         resolve("tools", f"{__name__}:__name__")
@@ -622,7 +622,7 @@ def test_functions_keep_the_contract_of_a_tool(function: Any) -> None:
 
 
 def test_the_check_calls_with_arguments_of_the_schema() -> None:
-    with pytest.raises(AssertionError, match=r"no call succeeds .* gives 'RuntimeError: never works'"):
+    with pytest.raises(AssertionError, match=r"no call succeeds .* returns 'RuntimeError: never works'"):
         check_tool(tool(broken))
     check_tool(tool(price), texts=["kettle"])
 
@@ -632,7 +632,7 @@ def test_the_check_calls_with_arguments_of_the_schema() -> None:
         def run_call(self, arguments: Any) -> Any:
             return f"{arguments['a']}"
 
-    with pytest.raises(AssertionError, match=r"run_call gives '1' for \{'a': 1\}, no ToolOutput"):
+    with pytest.raises(AssertionError, match=r"run_call returns '1' for \{'a': 1\}, not a ToolOutput"):
         check_tool(Bare())
 
 

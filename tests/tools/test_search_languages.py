@@ -114,7 +114,7 @@ def test_passages_without_titles_are_pages_of_their_own(
     assert SearchTool(load_passages(path)).run("lamp").text == "The lamp is red."
     settings = BrowserSettings()
     pages = PageCollection.load(path)
-    browser = Browser(settings, pages=pages, reader=make_reader(settings.reader, settings.max_chars))
+    browser = Browser(settings, pages=pages, read=make_reader(settings.reader, settings.max_chars))
     for name in ("2", "[2]", "2 | lamp"):
         assert browser.run_text(name).text == "The lamp is red."
     assert (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
-from outrider.tokens.tool_calls import Accepted, Arguments, accepted_values
+from outrider.tokens.tool_calls import Arguments, accepted_values
 from outrider.types import Json, ToolCall, ToolSchema
 
 # The tool protocol.
@@ -150,7 +150,9 @@ def text_argument(schema: ToolSchema) -> str | None:
     spec = Arguments.from_schema(schema)
     only = next(iter(spec.properties)) if len(spec.properties) == 1 else None
     accepted = None if only is None else spec.accepted(only)
-    return only if accepted is not None and _is_text(accepted) else None
+    if accepted is None or set(accepted.types) - {"string"}:
+        return None
+    return only if all(isinstance(choice, str) for choice in accepted.choices) else None
 
 
 def trial_arguments(schema: ToolSchema) -> list[dict[str, Json]]:
@@ -186,12 +188,6 @@ def _sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".") + "."
 
 
-def _is_text(accepted: Accepted) -> bool:
-    return not set(accepted.types) - {"string"} and all(
-        isinstance(choice, str) for choice in accepted.choices
-    )
-
-
 def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
     """Return example values of a schema, the simplest one first."""
     accepted = accepted_values(schema, root)
@@ -199,21 +195,14 @@ def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
         return ["..."]
     values: list[Json] = list(accepted.choices)
     for kind in accepted.types:
-        inner = _inner_value(kind, schema, root, depth)
-        values += _TRIAL_VALUES[kind] if inner is None else (inner,)
+        can_nest = depth < _MAX_DEPTH
+        if can_nest and kind == "array" and isinstance(items := schema.get("items"), Mapping):
+            values.append([_values(items, root, depth + 1)[0]])
+        elif can_nest and kind == "object" and isinstance(inner := schema.get("properties"), Mapping):
+            values.append({key: _values(item, root, depth + 1)[0] for key, item in inner.items()})
+        else:
+            values += _TRIAL_VALUES[kind]
     return values
-
-
-def _inner_value(kind: str, schema: Any, root: Mapping[str, Any], depth: int) -> Json:
-    """Return a non-empty list or object if the schema describes its contents, otherwise None."""
-    if kind == "array" and depth < _MAX_DEPTH and isinstance(schema.get("items"), Mapping):
-        return [_values(schema["items"], root, depth + 1)[0]]
-    if kind == "object" and depth < _MAX_DEPTH and isinstance(schema.get("properties"), Mapping):
-        return {
-            key: _values(property_schema, root, depth + 1)[0]
-            for key, property_schema in schema["properties"].items()
-        }
-    return None
 
 
 # The tools of one environment, for calls by tag and native calls.

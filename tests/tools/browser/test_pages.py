@@ -95,10 +95,8 @@ def test_no_text_of_a_policy_raises(tmp_path: Path, text: str, prefix: str) -> N
 def test_equal_content_is_read_once_under_any_name(tmp_path: Path) -> None:
     tool = browser(tmp_path)
     questions: list[str] = []
-    read = tool._reader.read
-    tool._reader = SimpleNamespace(
-        read=lambda page, question: questions.append(question) or read(page, question)
-    )  # type: ignore[assignment]
+    read = tool._read
+    tool._read = lambda page, question: questions.append(question) or read(page, question)  # type: ignore[func-returns-value]
     texts = {tool.run_text(call).text for call in ("Tower | high", "3 |  high", "tower|high")}
     assert len(texts) == 1 and questions == ["high"]
 

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final, TypeAlias
 
 from outrider.engines.chat import ChatEndpoint, Refusal
 from outrider.errors import ConfigError, DataError, EngineFault, ModelError, ToolFault, ToolUnavailable
@@ -44,35 +44,23 @@ EMPTY: Final = "The page is empty."
 _MAX_BARS = 8  # a name may contain some; each costs one lookup
 
 
-class PageReader(Protocol):
-    """Reads a page for a question, neither of them empty."""
-
-    def read(self, page: Page, question: str) -> str:
-        """Return at most ``max_chars`` characters. Raises ToolFault if a server failed."""
-        ...
+ReadPage: TypeAlias = Callable[[Page, str], str]
+"""Read a page for a question, neither of them empty; at most ``max_chars`` characters. Raises ToolFault if a
+server failed.
+"""
 
 
-def make_reader(settings: Reader, max_chars: int) -> PageReader:
+def make_reader(settings: Reader, max_chars: int) -> ReadPage:
     """Build the reader of the settings. Raises ToolUnavailable if its server does not respond."""
     if isinstance(settings, EndpointReader):
         try:
             endpoint = ChatEndpoint(settings.endpoint).discovered()
-            return ModelReader(settings, ChatEndpoint(endpoint), max_chars)
+            return ModelReader(settings, ChatEndpoint(endpoint), max_chars).read
         except (EngineFault, ModelError, ConfigError) as error:
             raise ToolUnavailable(f"browser: the reader's endpoint: {error}") from error
     if isinstance(settings, PassageReader):
-        return Bm25Reader(settings.passage_chars, max_chars)
-    return Beginning(max_chars)
-
-
-class Beginning:
-    """The first characters of a page."""
-
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-
-    def read(self, page: Page, question: str) -> str:
-        return cut(page.text, self._max_chars)
+        return Bm25Reader(settings.passage_chars, max_chars).read
+    return lambda page, question: cut(page.text, max_chars)
 
 
 class Bm25Reader:
@@ -188,13 +176,12 @@ class Browser:
         settings: BrowserSettings,
         *,
         pages: PageCollection | None,
-        reader: PageReader,
+        read: ReadPage,
         fetcher: Fetcher | None = None,
     ) -> None:
         self.settings = settings
         self._pages = pages
-        self._reader = reader
-        self._beginning = Beginning(settings.max_chars)
+        self._read = read
         self._fetcher = fetcher
         self._readings: SingleFlightCache[str] = SingleFlightCache(settings.cache_readings)
 
@@ -210,9 +197,9 @@ class Browser:
             pages = None if path is None else PageCollection.load(path)
         except DataError as error:
             raise ToolUnavailable(f"browser: {error}") from error
-        reader = make_reader(settings.reader, settings.max_chars)
+        read = make_reader(settings.reader, settings.max_chars)
         fetcher = None if settings.fetch is None else Fetcher(settings.fetch, settings.max_page_chars)
-        return cls(settings, pages=pages, reader=reader, fetcher=fetcher)
+        return cls(settings, pages=pages, read=read, fetcher=fetcher)
 
     def run_text(self, text: str) -> ToolOutput:
         try:
@@ -225,8 +212,8 @@ class Browser:
         trimmed_page = Page(address=page.address, title=" ".join(page.title.split())[:200], text=content)
 
         def read() -> str:
-            reader = self._reader if question else self._beginning
-            text = f"{trimmed_page.title}\n{reader.read(trimmed_page, question)}".strip()
+            answer = self._read(trimmed_page, question) if question else cut(content, self.settings.max_chars)
+            text = f"{trimmed_page.title}\n{answer}".strip()
             return text.encode("utf-8", "replace").decode("utf-8")  # drops single surrogates
 
         key = hashlib.sha256(json.dumps([trimmed_page.title, content, question]).encode()).digest()
