@@ -198,7 +198,7 @@ def test_no_verdict_at_all_is_unscored() -> None:
     with chat_server([completion("Who knows?")]) as server:
         found = ask(judge_at(server, max_asks=3))
     assert (found.is_correct, found.num_requests, found.reply) == (None, 3, "Who knows?")
-    assert found.fault == "3 replies of the judge held no verdict" and len(server.asked) == 3
+    assert found.fault == "3 replies of the judge contained no verdict" and len(server.asked) == 3
 
 
 @pytest.mark.parametrize("rule", ["strict", "arpo-eval"])

@@ -49,7 +49,7 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
         ({"step": _draws}, "for the same seed"),
         ({"result": _no_record}, "no finite number"),
         ({"copy": lambda self: self}, "changes the result of the original"),
-        ({"reset": lambda self, task, seed: ()}, "reset gives no message"),
+        ({"reset": lambda self, task, seed: ()}, "reset returned no message"),
         ({"step": lambda self, action: StepResult(message=None)}, "does not end the episode"),
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],

@@ -1,5 +1,5 @@
-"""``outrider push --dataset`` against a hub on this machine: what comes back is what was there, nothing that
-is not ours or is a secret is sent, and a broken upload goes on.
+"""``outrider push --dataset`` against a hub on this machine: downloads equal the data, foreign files and
+secrets are not sent, and a broken upload continues.
 """
 
 import json
