@@ -116,7 +116,7 @@ def test_options_that_contradict(recipe: Path, tmp_path: Path, capsys: pytest.Ca
     _assert_error(capsys, ["train"], 2, "pass a recipe")
     _assert_error(capsys, ["train", str(recipe)], 2, "--run DIRECTORY")
     _assert_error(capsys, ["train", str(recipe), "--resume", str(tmp_path)], 2, "pass a recipe")
-    _assert_error(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], 2, "keeps its model")
+    _assert_error(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], 2, "has its own model")
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(recipe), "--no-such-option"])
     assert stopped.value.code == 2

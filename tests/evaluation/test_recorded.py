@@ -120,5 +120,5 @@ def test_a_diverging_critic_is_an_error(tmp_path: Path) -> None:
     found = build_trajectories(
         trace_rows(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes, name="run"
     )
-    with pytest.raises(DataError, match=r"critic diverged in update .*: give it a smaller learning_rate"):
+    with pytest.raises(DataError, match=r"critic diverged in update .*: set a smaller learning_rate"):
         train(encode_turns(found, HashEmbedder()), settings)
