@@ -23,6 +23,7 @@ settings.load_profile(os.environ.get("OUTRIDER_EXAMPLES", "same"))
 LONGEST = (
     "distributed/test_rank_updates.py",  # the first of the files that share Ray and ranks
     "training/test_resume.py",
+    "training/test_algorithm_runs.py",
     "golden/test_golden.py",
     "environments/test_factbook.py",
     "environments/test_agent.py",
@@ -32,7 +33,6 @@ LONGEST = (
     "training/test_families_run.py",
     "distributed/test_rank_run.py",
     "test_papers_smoke.py",
-    "rollout/test_branch.py",
     "learning/test_rapo_learns.py",
     "docsite/test_tutorial.py",
     "environments/test_reasoning_gym.py",
@@ -49,7 +49,6 @@ LONGEST = (
     "training/test_push.py",
     "learning/test_native_calls_learn.py",
     "learning/test_empo2_learns.py",
-    "rollout/test_expansion.py",
     "training/test_pack_update.py",
     "benchmarks/test_learning_toys.py",
     "environments/test_scienceworld_java.py",

@@ -10,7 +10,8 @@ import pytest
 from outrider.engines.base import Request
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironmentFactory, ToolsConfig
+from outrider.environments.environment import EpisodeFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig, ToolsConfig
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts
@@ -24,6 +25,7 @@ from outrider.trace import Trace
 from outrider.types import Json, Message, Origin, Outcome, Step, Task, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
+from tests.tool_episodes import tool_factory
 
 TASK = Task(key="t", question="Where is the tower?", answers=("Paris",))
 FORMS = ("hermes", "qwen3_coder", "llama3_json", "pythonic")
@@ -60,14 +62,14 @@ def call(text: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'search', 'arguments': {'input': text}})}\n</tool_call>"
 
 
-def make_factory(form: str | None, tool: Tool | None = None, **options: Any) -> ToolEnvironmentFactory:
+def make_factory(form: str | None, tool: Tool | None = None, **options: Any) -> EpisodeFactory:
     """An environment with native calls in the format ``form``, or None: with tags."""
     config = (
         EpisodeConfig(**options)
         if form is None
         else ToolsConfig.model_validate({"tools": ["python"], "protocol": form, **options})
     )
-    return ToolEnvironmentFactory(tools=[tool or Search()], config=config, system_prompt="Rules.")
+    return tool_factory(tools=[tool or Search()], config=config, system_prompt="Rules.")
 
 
 def make_renderer(name: str, form: str | None) -> ChatRenderer:
@@ -88,7 +90,7 @@ def play(
     tool: Tool | None = None,
     limits: Limits | None = None,
     **options: Any,
-) -> tuple[Trace, ChatRenderer, ToolEnvironmentFactory]:
+) -> tuple[Trace, ChatRenderer, EpisodeFactory]:
     """One rollout of scripted turns with the chat template of the model family ``name``."""
     renderer, factory = make_renderer(name, form), make_factory(form, tool, **options)
 

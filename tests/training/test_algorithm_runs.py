@@ -17,14 +17,14 @@ import torch
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import load_settings, validate
 from outrider.engines.local import cpu_kernels
-from outrider.environments.tool_qa.environment import ToolsTaskSet
+from outrider.environments.tool_qa.environment import ToolEnvironment
 from outrider.errors import ConfigError, DataError
 from outrider.training import setup as building
 from outrider.training.replay import replay_step
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
-from outrider.types import Origin, Step, Task
+from outrider.types import Origin, Step
 from outrider.viewer.records import TraceReader
 from tests.training.short_runs import labels, records, resume, same_weights, train
 from tests.training.tool_run import write_demonstrations, write_tool_run
@@ -353,11 +353,11 @@ def test_a_step_without_a_single_group_is_reported_and_changes_nothing(
     assert same_weights(run, run, 0, 1)
 
 
-def solve(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
-    thing = task.question.removeprefix("Where is the ").removesuffix("?")
+def solve(self: ToolEnvironment) -> list[Step]:
+    thing = self.task.question.removeprefix("Where is the ").removesuffix("?")
     return [
         Step(text=f"<search>{thing}</search>", observation=""),
-        Step(text=f"<answer>{task.answers[0]}</answer>", observation="", is_terminal=True),
+        Step(text=f"<answer>{self.task.answers[0]}</answer>", observation="", is_terminal=True),
     ]
 
 
@@ -367,7 +367,7 @@ SFT = (GRPO, "train.num_steps=0", "cold_start.num_examples=6", "cold_start.batch
 def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ToolsTaskSet, "expert", solve)
+    monkeypatch.setattr(ToolEnvironment, "expert", solve)
     monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     options = ("cold_start.num_epochs=8", "algorithm.kl_weight=0.1", "cold_start.learning_rate=1e-3")
     run = train(recipe, "sft", *SFT, *options)
@@ -388,12 +388,12 @@ def test_a_cold_start_continues_without_the_experts_that_hang(
 ) -> None:
     release = threading.Event()
 
-    def hangs(self: ToolsTaskSet, task: Task, seed: int) -> list[Step]:
-        if task.key.endswith("-1"):
+    def hangs(self: ToolEnvironment) -> list[Step]:
+        if self.task.key.endswith("-1"):
             release.wait(60)
-        return solve(self, task, seed)
+        return solve(self)
 
-    monkeypatch.setattr(ToolsTaskSet, "expert", hangs)
+    monkeypatch.setattr(ToolEnvironment, "expert", hangs)
     monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
     run = train(recipe, "hanging", *SFT, "train.max_retries=0", "train.expert_timeout_s=1", progress="plain")
     release.set()

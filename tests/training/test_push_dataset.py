@@ -36,7 +36,7 @@ RECORD = {"question": "q", "messages": CHAT, "reward": 1.0}
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server({}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.HfApi", lambda **given: api)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
         yield server

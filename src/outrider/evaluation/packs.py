@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from statistics import fmean
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,7 +33,7 @@ from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
 from outrider.evaluation.compare import AXES, load_run, run_names
-from outrider.evaluation.grading import find_variant
+from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
@@ -454,10 +454,9 @@ def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
         summary = json.loads(read_bytes(folder / SUMMARY))
         written: dict[str, Any] = summary["scores"]
         panel_hash, num_samples = str(summary["panel_hash"]), int(summary["num_samples"])
-        identity: Mapping[str, Any]
         identity, results = read_results(folder / RESULTS)
         scores = task_set_scores(
-            identity["metric"],
+            cast("Scorer | None", identity["metric"]),
             summarise_samples(results, num_samples, rules=find_variant(str(identity["rules"]))),
             num_samples=num_samples,
         )
