@@ -17,9 +17,8 @@ import torch
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import load_settings, validate
 from outrider.engines.local import cpu_kernels
-from outrider.environments.tool_qa.environment import ToolEnvironment
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.errors import ConfigError, DataError
-from outrider.training import setup as building
 from outrider.training.replay import replay_step
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
@@ -368,7 +367,7 @@ def test_fine_tuning_alone_is_a_run_with_an_evaluation_after_it(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ToolEnvironment, "expert", solve)
-    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(ToolsConfig, "has_experts", True)
     options = ("cold_start.num_epochs=8", "algorithm.kl_weight=0.1", "cold_start.learning_rate=1e-3")
     run = train(recipe, "sft", *SFT, *options)
     losses = [record["sft/loss"] for record in records(run, "sft")]
@@ -394,7 +393,7 @@ def test_a_cold_start_continues_without_the_experts_that_hang(
         return solve(self)
 
     monkeypatch.setattr(ToolEnvironment, "expert", hangs)
-    monkeypatch.setattr(building, "require_experts", lambda settings: None)  # they have one here
+    monkeypatch.setattr(ToolsConfig, "has_experts", True)
     run = train(recipe, "hanging", *SFT, "train.max_retries=0", "train.expert_timeout_s=1", progress="plain")
     release.set()
     output = "".join(capsys.readouterr())

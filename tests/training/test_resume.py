@@ -104,7 +104,7 @@ OF_ITS_STATE = {
     "combined_house": ("retrieval/num_inserted", "tips/num_shown"),
     "grpo": (),
     "luffy": ("luffy/num_tokens",),
-    "tree_grpo": ("tree/turns_shared",),
+    "tree_grpo": (),
 }
 FAST, LONG = ("combined", "rollout_replay", "rnd"), ("agent",)
 

@@ -383,7 +383,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
 
 
 _ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
-_LONGER: Final = "to the same bits as far as it went"  # a finished run that was given more steps
+_LONGER: Final = "the same bits as far as it went"  # a finished run that was given more steps
 
 
 def live_state(run: Path) -> dict[str, Any] | None:
