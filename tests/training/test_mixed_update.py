@@ -354,7 +354,8 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (LuffySettings, {"dual_clip": 3.0}, "its own token loss"), (LuffySettings, {"loss": "gspo"}, "its own token loss"),
+    (LuffySettings, {"dual_clip": 3.0}, "its own token loss"),
+    (LuffySettings, {"loss": "gspo"}, "its own token loss"),
     (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"),
     (LuffySettings, {"group_size": 1}, "than or equal to 2"),
     (LuffySettings, {"shaping": 0.0}, "greater than 0"),
