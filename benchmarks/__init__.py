@@ -1,3 +1,1 @@
-"""Measurements: a package, so that one of this name in an installed library (pyarrow 17 has one) is not taken
-for it.
-"""
+"""Measurements. They form a package, because an installed library (pyarrow 17) has a module of this name."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.alfworld_floor_plans --package site-packages/alfworld
 
-The package is read as files and not imported: its tables need nothing else that it installs.
+The files of the package are read without importing it, because its tables do not need its dependencies.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from typing import Any, Final
 import outrider.environments.alfworld as target
 
 OUT: Final = Path(target.__file__).parent / "floor_plans.json"
-# Receptacles that the layouts name without a place: how many there are, where it is not one.
+# Numbers of receptacles without a position in the layouts (default: one).
 _WITHOUT_PLACE: Final = {"StoveBurner": 4}
-# The basin is the receptacle; the layouts list the places of what holds it.
+# The basin is the receptacle; the layouts list the positions of its container.
 _BASINS: Final = {"SinkBasin": "Sink", "BathtubBasin": "Bathtub"}
 _PROPERTIES: Final = ("Heatable", "Coolable", "Cleanable", "Sliceable")
-# The box is a vessel that opens: the text games have no command for what lies in it.
+# The box is a container that opens; the text games have no command for its contents.
 _VESSELS: Final = ("Bowl", "Box", "Cup", "Mug", "Pan", "Plate", "Pot")
 
 
@@ -85,7 +85,7 @@ def _kept(kinds: Iterable[str]) -> list[str]:
 
 
 def written(found: dict[str, Any]) -> str:
-    """JSON with one line a table and a plan: a change of one can be read."""
+    """Return JSON with one line per table and plan, so that diffs are readable."""
     lines = []
     for key, value in found.items():
         if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""ALFWorld's games made offline: what the planner needs, and what chance solves.
+"""ALFWorld's games made offline: lengths of the planner's solutions, and success of random play.
 
     python -m benchmarks.alfworld_policies [--games 120] [--samples 10] [--max-moves 50]
 
-Of the held-out games: commands of the shortest plan, and the share that is won by drawing every command from
-those that the game admits (``--samples`` draws a game). Prints Markdown; the planner's intervals are
-Wilson's, over games. No model is needed.
+For the held-out games: commands of the shortest plan, and the success rate of random admissible commands
+(``--samples`` plays per game). Prints Markdown; the intervals of the planner are Wilson intervals over games.
+No model is needed.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from outrider.types import Task
 
 
 def chance(settings: AlfworldConfig, task: Task, sample: int) -> bool:
-    """Whether commands drawn from those that are possible win the game within ``max_moves``."""
+    """Return whether random admissible commands win the game within ``max_moves``."""
     draw = stream(sample, "alfworld chance", task.key)
     environment = AlfworldEnvironment(settings)
     environment.task = task

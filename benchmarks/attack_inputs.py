@@ -1,4 +1,6 @@
-"""Hostile data, servers, pages and texts: each check says what got through; empty for nothing."""
+"""Hostile data, servers, pages and texts. Each check describes the successful attack, or returns an empty
+text.
+"""
 
 import contextlib
 import io
@@ -107,7 +109,7 @@ def _spoiled(name: str, draw: random.Random) -> bytes:
         odd = draw.choice(_ODD).encode("utf-8", "surrogatepass")
         colon = content.find(b":" if b":" in content else b"=", at) + 1
         kind = draw.randrange(4)
-        if kind == 0:  # a value is another one
+        if kind == 0:  # a value differs
             end = min(
                 (i for i in (content.find(b",", colon), content.find(b"\n", colon)) if i > 0),
                 default=len(content),
@@ -244,7 +246,7 @@ _TEMPLATE = (
 
 
 def tokens(seed: int) -> str:
-    """Spellings of chat markers in texts of users, tools and passages: none becomes a marker."""
+    """Write chat markers into texts of users, tools and passages; none may become a marker."""
     draw = random.Random(seed)
     tokenizer = _tokenizer()
     renderer = ChatRenderer(tokenizer)

@@ -1,9 +1,8 @@
-"""Hostile programs for the Python tool. Each prints PWNED once the forbidden thing has really happened, and
-else may do what it likes.
+"""Hostile programs for the Python tool. Each prints PWNED after the forbidden action has really happened.
 
-``@SECRET@`` is a file outside of the sandbox, ``@FOLDER@`` the folder that holds all scratch folders,
-``@PORT@`` a port where somebody listens, ``@PID@`` the process that asked. Limits: 1.5 s, 4 MiB of files, 256
-MiB of memory, 1 MiB of output.
+``@SECRET@`` is a file outside of the sandbox, ``@FOLDER@`` the folder of all scratch folders, ``@PORT@`` a
+port with a listener, ``@PID@`` the process of the caller. Limits: 1.5 s, 4 MiB of files, 256 MiB of memory, 1
+MiB of output.
 """
 
 import os
@@ -43,7 +42,7 @@ _OPEN_ITSELF = (
     "/dev/ptmx",
 )
 
-# Number and arguments on x86_64; on other machines the numbers mean other calls, or none.
+# Numbers and arguments of system calls on x86_64; other machines have other numbers.
 _CALLS = {
     "fork": (57,), "vfork": (58,), "clone": (56, 17), "clone3": (435, 0, 0), "execve": (59, 0, 0, 0),
     "execveat": (322, -100, 0, 0, 0, 0), "socket": (41, 2, 1, 0), "socketpair": (53, 1, 1, 0, 0),

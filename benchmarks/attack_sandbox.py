@@ -1,4 +1,4 @@
-"""Runs hostile programs in the Python tool and looks, from outside, whether anything got through."""
+"""Runs hostile programs in the Python tool and checks from outside whether an attack succeeded."""
 
 import os
 import socket
@@ -19,7 +19,7 @@ _CANARY = "import os\nprint(os.listdir('.'), 6 * 7)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """A tool, and what programs must not reach. ``attack`` says what got through; empty for nothing."""
+    """A tool and the resources that programs must not reach. ``attack`` describes a successful attack."""
 
     tool: PythonTool
     scratch: Path
@@ -65,7 +65,7 @@ class Sandbox:
 
 @contextmanager
 def sandbox() -> Iterator[Sandbox]:
-    """Raises ToolUnavailable where this machine lacks the locks."""
+    """Raise ToolUnavailable if this machine does not support the locks."""
     with TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         scratch, secret = Path(folder) / "scratch", Path(folder) / "secret.txt"

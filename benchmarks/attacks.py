@@ -1,12 +1,13 @@
 """Attacks on the library: hostile programs in the sandbox, hostile files, servers, pages and chat markers.
-Nothing may get through.
+
+None may succeed.
 
     python -m benchmarks.attacks [--areas sandbox data endpoint html tokens] [--count 300]
                                  [--out runs/attacks.jsonl]
 
-``--count`` is the number of seeds of each area but the sandbox, which runs all of its programs. Every attack
-is written down when it is over; the same command goes on where it was stopped. Exit status 1 when anything
-got through.
+``--count`` is the number of seeds of each area except the sandbox, which runs all of its programs. Every
+attack is recorded when it has ended; the same command continues a stopped campaign. Exits with status 1 if an
+attack succeeded.
 """
 
 import argparse
@@ -29,8 +30,8 @@ AREAS = ("sandbox", *CHECKS)
 
 
 def attack(areas: Sequence[str], count: int, out: Path) -> list[dict[str, object]]:
-    """Run what ``out`` does not hold yet, and return all of these attacks: area, name, seconds, and what got
-    through.
+    """Run the attacks that ``out`` does not contain yet. Returns the area, name, seconds and success of all
+    attacks.
     """
     wanted = [(area, name) for area in areas for name in names(area, count)]
     done = {(one["area"], one["name"]): one for one in read(out)}
@@ -48,7 +49,7 @@ def attack(areas: Sequence[str], count: int, out: Path) -> list[dict[str, object
                     "seconds": round(time.monotonic() - start, 3),
                     "through": through,
                 }
-                # on a line of its own whatever a kill left behind
+                # on a new line, because a kill may have left a torn one
                 append(out, f"\n{json.dumps(found)}\n".encode())
                 done[area, name] = found
     return [done[key] for key in wanted]
@@ -61,7 +62,7 @@ def names(area: str, count: int) -> list[str]:
 
 @contextmanager
 def attacker(area: str) -> Iterator[Callable[[str], str]]:
-    """Runs one attack by its name."""
+    """Yield a function that runs one attack by name."""
     if area == "sandbox":
         with sandbox() as box:
             yield box.attack
@@ -70,7 +71,7 @@ def attacker(area: str) -> Iterator[Callable[[str], str]]:
 
 
 def read(out: Path) -> list[dict[str, object]]:
-    """The attacks on file; a line torn by a kill is none."""
+    """Return the recorded attacks without a torn last line."""
     found = []
     for line in out.read_text(encoding="utf-8").splitlines() if out.exists() else []:
         try:

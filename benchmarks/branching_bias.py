@@ -24,7 +24,7 @@ from outrider.algorithms.advantages import leave_one_out_advantages_per_rollout
 from outrider.algorithms.entropy_branching import branch_probability, branches, segment_entropy
 
 Float64Array: TypeAlias = NDArray[np.float64]
-Rule: TypeAlias = Callable[[float], float]  # change of entropy -> probability that a rollout leaves there
+Rule: TypeAlias = Callable[[float], float]  # change of entropy -> probability of a fork
 
 ACTIONS: Final = 3
 RULES: Final[Mapping[str, Rule]] = {
@@ -38,7 +38,9 @@ RULES: Final[Mapping[str, Rule]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tree:
-    """``first`` [A] and ``second`` [A, A] are action probabilities, ``returns`` [A, A] those of the paths."""
+    """``first`` [A] and ``second`` [A, A] are action probabilities, ``returns`` [A, A] the returns of the
+    paths.
+    """
 
     first: Float64Array
     second: Float64Array
@@ -52,7 +54,7 @@ class Tree:
         return np.vstack([top, below])
 
     def change(self, action: int) -> float:
-        """Entropy of the turn behind the result minus that of the first turn, normalised as in the hook."""
+        """Return the entropy of the second turn minus that of the first turn, normalised as in the hook."""
         after, before = (
             segment_entropy([float(-(p * np.log(p)).sum())], vocabulary_size=ACTIONS)
             for p in (self.second[action], self.first)
@@ -77,7 +79,7 @@ def make_tree(seed: int) -> Tree:
 def shapes(
     tree: Tree, tops: Sequence[int], rule: Rule, *, leaves: int, num_children: int
 ) -> Iterator[tuple[float, tuple[int, ...]]]:
-    """First actions of all leaves, with the probability of that: forks of ``tops`` in order, then fresh
+    """Yield the first actions of all leaves with their probability: forks of ``tops`` in order, then new
     rollouts.
     """
     tries = [top for top in tops for _ in range(num_children)]
@@ -118,7 +120,7 @@ def cosine(estimate: Float64Array, truth: Float64Array) -> float:
 
 
 def lowest_cosines(rule: Rule, *, num_trees: int, leaves: int, first_wave: int) -> tuple[float, float, float]:
-    """Over random trees: of the first turn, of the second turns, and of the whole vector."""
+    """Return the lowest cosines over random trees: first turn, second turns and the whole vector."""
     found = []
     for tree in map(make_tree, range(num_trees)):
         estimate, truth = (
@@ -133,7 +135,7 @@ def lowest_cosines(rule: Rule, *, num_trees: int, leaves: int, first_wave: int) 
 
 
 def one_first_turn(*, num_trees: int) -> tuple[float, float]:
-    """Largest entries of the first turn's gradient where three leaves share one first turn: expected, and
+    """Return the largest entries of the gradient of the first turn if three leaves share it: expected and
     exact.
     """
     trees = [make_tree(seed) for seed in range(num_trees)]

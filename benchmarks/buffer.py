@@ -63,7 +63,7 @@ def trajectories(num_steps: int) -> Iterator[Trajectory]:
 
 
 def median_ms(action: Callable[[int], object], num: int) -> float:
-    """Median wall-clock of one call, in ms, after one call that does not count."""
+    """Return the median wall-clock time of a call in ms, after one warm-up call."""
     times = []
     for index in range(num + 1):
         start = time.perf_counter()

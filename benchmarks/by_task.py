@@ -1,19 +1,19 @@
-"""EMPO²'s per-task table and its adaptation curves: one model a task, method and seed, and what its memory
-alone does on another task.
+"""EMPO²'s per-task table and its adaptation curves: one model per task, method and seed, and the effect of
+its memory on another task.
 
     python -m benchmarks.by_task RECIPE [section.key=value ...] --out DIR [--tasks A B ...] [--seeds 3]
         [--first-seed 0] [--methods naive reflexion retrospex grpo empo2] [--critic FILE] [--trials 10]
         [--transfers A:B ...] [--setting 'environment.task_names=["{task}"]']
 
-Table 1 of arXiv 2602.23008: rows are tasks, columns methods. ``--transfers A:B`` (Fig. 1 and 8) plays the
-weights that a method reached on A for ``--trials`` trials on B, with a memory that starts empty and no change
-of weights. ``--setting`` is how the recipe's environment takes a task's name. Reflexion gets ``--trials``
-tries, naive one. Retrospex needs ``--critic``, a file of ``outrider critic``.
+Table 1 of arXiv 2602.23008: rows are tasks, columns methods. ``--transfers A:B`` (Fig. 1 and 8) evaluates the
+weights that a method reached on A for ``--trials`` trials on B, with an initially empty memory and fixed
+weights. ``--setting`` is the setting that selects a task. Reflexion has ``--trials`` trials, naive one.
+Retrospex requires ``--critic``, a file of ``outrider critic``.
 
-It can be stopped at any time: the same command goes on; a training from its checkpoint, an evaluation that
-was cut begins anew. Several calls may share a folder, with other tasks, methods or seeds; ``--only-report``
-plays nothing and shows what is there. Printed, and written below DIR: ``table.md``, ``table.html``,
-``adaptation.md`` and ``adaptation.html``. ``--smoke``: every run in its smoke size.
+You can stop the command at any time and repeat it to continue: trainings resume from their checkpoints,
+interrupted evaluations start again. Several calls may share a folder, with other tasks, methods or seeds;
+``--only-report`` runs nothing and prints the finished runs. Output: ``table.md``, ``table.html``,
+``adaptation.md`` and ``adaptation.html`` in DIR. ``--smoke`` shortens every run.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
     rest += parsed.overrides
-    # an option of several words takes what follows it
+    # an option with several values consumes the following words
     for name in ("tasks", "methods", "transfers"):
         given = vars(parsed)[name]
         rest += [one for one in given if "=" in one]
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.by_task: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print("benchmarks.by_task: interrupted; the same command goes on", file=sys.stderr)
+        print("benchmarks.by_task: interrupted; repeat the command to continue", file=sys.stderr)
         return 130
     return 0
 
@@ -85,10 +85,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=3, help="of each training")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--trials", type=int, default=10, help="of Reflexion and of adaptations")
-    parser.add_argument("--transfers", nargs="+", default=[], metavar="A:B", help="adapt to B what learned A")
+    parser.add_argument(
+        "--transfers", nargs="+", default=[], metavar="A:B", help="adapt a model trained on A to B"
+    )
     parser.add_argument("--setting", default='environment.task_names=["{task}"]', metavar="KEY=VALUE")
     parser.add_argument("--critic", type=Path, help="of outrider critic, for retrospex")
-    parser.add_argument("--only-report", action="store_true", help="play nothing, show what is there")
+    parser.add_argument("--only-report", action="store_true", help="run nothing, print the finished runs")
     parser.add_argument("--smoke", action="store_true", help="every run in its smoke size")
     return parser
 

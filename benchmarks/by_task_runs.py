@@ -1,6 +1,4 @@
-"""The runs behind a table of tasks and methods: which there are, and how each is begun, continued or left
-alone.
-"""
+"""The runs of a table of tasks and methods, and how each is started, continued or skipped."""
 
 import re
 import shutil
@@ -28,8 +26,8 @@ _OF_TRAINING: Final = ("train.num_steps=", "cold_start.num_examples=", "evaluati
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One run: what ``outrider`` is told beside ``--run``, and its column in the table. ``options`` are those
-    of ``outrider eval``.
+    """One run: its arguments without ``--run``, and its column in the table. ``options`` are those of
+    ``outrider eval``.
     """
 
     run: Path
@@ -47,18 +45,18 @@ class Piece:
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything of it is there; of an evaluation: all of it."""
+        """Return whether the run has files; an evaluation must be complete."""
         return (self.run / "config.toml").exists()
 
     @property
     def is_done(self) -> bool:
-        """Whether the last evaluation is there."""
+        """Return whether the last evaluation is recorded."""
         if self.command == "eval":
             return self.is_begun
         return any(map(is_after_training, evaluations(self.run)))
 
     def require_same(self) -> None:
-        """Raises ConfigError where what is there was begun with other settings."""
+        """Raise ConfigError if the existing run has other settings."""
         if self.command == "train":
             wanted = run_settings(self.recipe, overrides=self.overrides)
         else:
@@ -72,7 +70,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All runs of a table. ``setting`` has ``{task}`` where a task's name belongs."""
+    """All runs of a table. ``setting`` contains ``{task}`` in place of a task's name."""
 
     recipe: Path
     out: Path
@@ -86,7 +84,7 @@ class Plan:
     overrides: Sequence[str]
 
     def pieces(self) -> Iterator[Piece]:
-        """In an order in which each finds what it needs: those of the table first."""
+        """Yield the runs in an order that satisfies their dependencies: those of the table first."""
         yield from self.table()
         named = {piece.run for piece in self.table()}
         for method, task, _, seed in self._adapting():
@@ -96,7 +94,7 @@ class Plan:
         yield from self.adaptations()
 
     def table(self) -> Iterator[Piece]:
-        """A cell has a run a seed where weights change, else one."""
+        """Yield the runs of the table: one per seed if the method trains, otherwise one."""
         for task in self.tasks:
             for method in self.methods:
                 if method in TRAINED:
@@ -142,7 +140,7 @@ class Plan:
         return (*self.overrides, named, "evaluation.panel=none", *METHODS[method])
 
     def _untaught(self, method: str, task: str) -> tuple[str, ...]:
-        """Without what says how much is trained, which an evaluation refuses."""
+        """Return the overrides without those of the amount of training, which an evaluation refuses."""
         return tuple(one for one in self._shared(method, task) if not one.startswith(_OF_TRAINING))
 
     def _folder(self, name: str) -> Path:
@@ -150,8 +148,9 @@ class Plan:
 
 
 def play(piece: Piece) -> None:
-    """Begin or continue a run in a process of its own, or leave a finished one alone. Raises OutriderError
-    where it failed or was stopped, ConfigError where it was begun with other settings.
+    """Start or continue a run in its own process, or skip a finished one.
+
+    Raises OutriderError if it failed or was stopped, and ConfigError if it was started with other settings.
     """
     if piece.is_begun:
         piece.require_same()
@@ -176,7 +175,7 @@ def _play(piece: Piece, outrider: Callable[[Sequence[str]], int], *, more: Seque
 
 
 def _play_whole(piece: Piece, outrider: Callable[[Sequence[str]], int], more: Sequence[str]) -> None:
-    """An evaluation has no checkpoint: it gets its name when all of it is there."""
+    """Run an evaluation, which has no checkpoint, under a temporary name until it is complete."""
     partial = piece.run.with_name(f"{piece.run.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)

@@ -4,11 +4,10 @@
                                                            [--methods grpo arpo-threshold]
 
 Reads the runs ``METHOD-SEED`` of ``benchmarks.learning`` (or of a pack's ``runs``). A level is reached at the
-end of the first step from which the mean training reward of the last three steps is as high; the calls are
-those executed until then, shared ones counted once. It is the reward of the rollouts that train, so it is a
-fair measure of methods whose rollouts are all the policy's own (GRPO, ARPO), and not of RAPO or LUFFY, whose
-rollouts hold steps of others. Prints a row a method: calls by seed and their median; a run that ends below
-the level counts as more than all that it executed.
+end of the first step at which the mean training reward of the last three steps is at least as high. Shared
+calls count once. The reward is that of the training rollouts, so it is a fair measure for methods whose
+rollouts contain only steps of the policy (GRPO, ARPO), and not for RAPO or LUFFY. Prints a row per method:
+calls by seed and their median; a run that ends below the level counts as more than all of its calls.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def calls_to(rewards: Sequence[float], calls: Sequence[float], level: float) -> float:
-    """Calls until the level is reached; minus all calls where it never is."""
+    """Return the number of calls until the level is reached, or minus all calls if it is never reached."""
     spent = 0.0
     for step, executed in enumerate(calls, start=1):
         spent += executed
@@ -60,7 +59,9 @@ def calls_to(rewards: Sequence[float], calls: Sequence[float], level: float) -> 
 def read_calls(
     folders: Sequence[Path], methods: Sequence[str], levels: Sequence[float]
 ) -> dict[str, dict[int, dict[float, float]]]:
-    """:func:`calls_to` by method, seed and level; of runs of one name the first folder's counts."""
+    """Return :func:`calls_to` by method, seed and level. If several folders have a run of one name, the first
+    one counts.
+    """
     found: dict[str, dict[int, dict[float, float]]] = {}
     for method in methods:
         for folder in folders:

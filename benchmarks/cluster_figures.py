@@ -1,9 +1,9 @@
-"""What several processes cost and bring, beside what the design accepts (docs/benchmarks.md).
+"""Costs and gains of several processes, compared with the limits of the design (docs/benchmarks.md).
 
     python -m benchmarks.cluster_figures [--model smollm2-135m-instruct] [--pairs 3]
 
-Each process has one thread. With two cores nothing else may run: two ranks, or an engine beside a trainer,
-need one each. Seconds of one machine; read the ratios.
+Each process has one thread. With two cores nothing else may run: two ranks, or an engine and a trainer, need
+one each. Seconds depend on the machine; compare the ratios.
 """
 
 import argparse
@@ -18,7 +18,7 @@ def main() -> None:
     """Print the table, row by row as they are measured."""
     parser = argparse.ArgumentParser(description="Figures of a run on several processes.")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--pairs", type=int, default=3, help="repetitions; medians are told")
+    parser.add_argument("--pairs", type=int, default=3, help="repetitions; medians are printed")
     given = parser.parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:

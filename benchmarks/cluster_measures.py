@@ -1,4 +1,4 @@
-"""What ``cluster_figures.py`` measures, one function a row."""
+"""The measurements of ``cluster_figures.py``, one function per row."""
 
 import asyncio
 import os
@@ -79,7 +79,7 @@ def imbalance(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
-    """The update of the same groups by one process and by two, without what follows it."""
+    """Measure the update of the same groups by one process and by two, without the steps after it."""
     traces = groups(8, rollouts=8, seed=1, longest=200)
     num_tokens = sum(len(node.token_ids) for trace in traces for node in trace.nodes)
     seconds: dict[int, float] = {}
@@ -160,7 +160,7 @@ def transfer(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def recovery(model: str, folder: Path, num: int) -> list[Figure]:
-    """How much longer a batch takes in which a process is killed."""
+    """Measure how much longer a batch takes if a process is killed."""
     draw = random.Random(0)
     lost: dict[str, list[float]] = {"engine": [], "rollout worker": []}
     with crew(model, folder) as parts:
@@ -186,8 +186,9 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
-    """With 512 episodes at a time in one rollout worker, and with 64. A tiny model of random weights: what
-    holds a loop up is not the engine, which is another process.
+    """Measure the lag with 512 and with 64 concurrent episodes in one rollout worker.
+
+    The model is tiny, so the engine, which is another process, does not block the loop.
     """
     size, figures = 8, []
     tiny = str(save_tiny_model(folder / "tiny"))
@@ -206,7 +207,7 @@ def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def _lags(parts: Components, num_groups: int, size: int, step: int) -> tuple[Any, Any]:
-    """Of this process and of the worker, while it plays a step."""
+    """Return the lags of this process and of the worker during a step."""
     remote: Any = parts.remote
     rollouts = remote.rollouts(parts, training=True, on_finished=lambda done, owed: None)
     with own_lag() as own:
@@ -236,7 +237,7 @@ def own_lag() -> Iterator[LoopLag]:
 
 
 def overlap(model: str, folder: Path, num: int) -> list[Figure]:
-    """Steps of a run with rollouts beside updates, against one that plays and trains in turn."""
+    """Compare a run with rollouts during updates to one that alternates."""
     ratios, idle, shapes = [], [], []
     for pair in range(num):
         steps = {age: _steps(model, folder / f"overlap-{pair}-{age}", age) for age in (0, 1)}
@@ -263,7 +264,9 @@ def overlap(model: str, folder: Path, num: int) -> list[Figure]:
 
 
 def _steps(model: str, run: Path, age: int) -> list[dict[str, float]]:
-    """Metrics of the steps but the first, which plays two batches, and the last, which plays none."""
+    """Return metrics of all steps except the first, which generates two batches, and the last, which
+    generates none.
+    """
     recipe = run.with_suffix(".toml")
     recipe.write_text(f'[model]\nname = "{model}"\n')
     command = [

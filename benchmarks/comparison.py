@@ -1,4 +1,4 @@
-"""What benchmarks that compare training runs share: start, continue or skip a run, and read what it wrote."""
+"""Shared by benchmarks that compare training runs: start, continue or skip a run, and read its files."""
 
 import statistics
 import subprocess
@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.training.settings import RunSettings
 from outrider.viewer.run_reader import read_records
 
-# what may change between two calls: it decides how fast and how safely, not what is computed
+# settings that may change between two calls, because they do not affect results
 _FREE: Final = frozenset((
     "num_threads", "train.checkpoint_every", "train.keep_checkpoints", "train.max_retries",
     "train.expert_timeout_s", "train.watchdog_s", "trackers", "evaluation.at_start",
@@ -20,11 +20,14 @@ _FREE: Final = frozenset((
 
 
 def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
-    """Start a run with these arguments (a recipe, then overrides), continue one that was stopped, or leave a
-    finished one alone.
+    """Start a run with these arguments (a recipe, then overrides), continue a stopped one, or skip a finished
+    one.
 
-    It is finished when the evaluation ``last_label`` is on file, or else one after training. Raises
-    ConfigError for a run that was begun with other settings, and CalledProcessError when it fails.
+    A run is finished if the evaluation ``last_label`` (default: one after training) is recorded.
+
+    Raises:
+        ConfigError: if the run was started with other settings.
+        CalledProcessError: if the run fails.
     """
     if (run / "config.toml").exists():
         require_same(run, load_settings(RunSettings, file=Path(arguments[0]), overrides=list(arguments[1:])))
@@ -40,13 +43,13 @@ def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
 
 
 def from_checkpoint(run: Path) -> list[str]:
-    """Arguments of a run that starts from the weights that another one had after its cold start."""
+    """Return arguments of a run that starts from the weights of another one after its cold start."""
     return [f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}", "cold_start.num_examples=0"]
 
 
 def at_equal_tokens(run: Path) -> list[str]:
-    """Arguments of a run that stops after the step in which the policy has written as many tokens as in
-    another one.
+    """Return arguments of a run that stops after the step in which the policy has generated as many tokens as
+    in another run.
     """
     return [f"train.max_policy_tokens={policy_tokens(run)}", "train.num_steps=1000"]
 
@@ -57,12 +60,12 @@ def policy_tokens(run: Path) -> int:
 
 
 def is_after_training(evaluation: dict[str, Any]) -> bool:
-    """Whether it is the one at the end."""
+    """Return whether this is the evaluation at the end."""
     return evaluation["step"] > 0 and str(evaluation["label"]).startswith("after")
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
-    """Lines of ``evaluations.jsonl``, none before the first; what a kill tore off is left out."""
+    """Return the complete lines of ``evaluations.jsonl``, or none if it does not exist."""
     return read_records(run / "evaluations.jsonl")
 
 
@@ -72,24 +75,26 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def median(run: Path, metric: str) -> float:
-    """Of a metric over the training steps that have it; 0 where none has."""
+    """Return the median over the training steps that have the metric; 0 if none has."""
     values = [line[metric] for line in records(run) if metric in line]
     return float(statistics.median(values)) if values else 0.0
 
 
 def require_same(run: Path, wanted: RunSettings) -> None:
-    """Raises ConfigError where a run was begun with other settings: its results would pass for those of
-    these.
+    """Raise ConfigError if a run was started with other settings, because its results would be mistaken for
+    those of these settings.
     """
     stored = load_settings(RunSettings, file=run / "config.toml")
-    if wanted.model.precision == "auto":  # a run has written down what that meant
+    if wanted.model.precision == "auto":  # the run has recorded the resolved value
         wanted = wanted.model_copy(
             update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})}
         )
     ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
     differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
     if differing:
-        raise ConfigError(f"{run} was begun with other settings ({', '.join(differing)}): give another --out")
+        raise ConfigError(
+            f"{run} was started with other settings ({', '.join(differing)}): give another --out"
+        )
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

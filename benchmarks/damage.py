@@ -1,12 +1,13 @@
-"""Every file of a run cut, flipped, emptied, removed or replaced: is it noticed, or does it do no harm?
+"""Damages every file of a run (truncated, flipped, emptied, removed, replaced) and checks whether the damage
+is detected or harmless.
 
     python -m benchmarks.damage [--out runs/damage] [--cases evolve] [--repeat 1] [--limit N]
 
-A tiny run of each case, as it ends and as a kill in its last step leaves it. Of a copy one file is damaged;
-then it is continued and viewed. One line a damage goes to damage.jsonl; the same command continues. Verdicts:
-refused (one line, status 1 or 2), told (a line says so), harmless (all bits of the end are those of the run
-that nobody touched), and what must not be: SILENT (another end, not told), TRACEBACK. It ends with a table,
-and with status 1 where there is one of these.
+Each case is a tiny run, as it ends and as a kill in its last step leaves it. One file of a copy is damaged;
+then the copy is resumed and reported. damage.jsonl has one line per damage; the same command continues.
+Verdicts: refused (one line, status 1 or 2), told (a warning), harmless (the same final bits as without
+damage), and the errors SILENT (other bits without a warning) and TRACEBACK. The command prints a table and
+exits with status 1 if there is an error.
 """
 
 import argparse
@@ -58,12 +59,12 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def cut(content: bytes, draws: random.Random) -> bytes:
-    """A random part of it is left."""
+    """Keep a random part."""
     return content[: draws.randrange(len(content))] if content else content
 
 
 def flip(content: bytes, draws: random.Random) -> bytes:
-    """One bit is another one."""
+    """Flip one bit."""
     changed = bytearray(content)
     if changed:
         changed[draws.randrange(len(changed))] ^= 1 << draws.randrange(8)
@@ -71,7 +72,7 @@ def flip(content: bytes, draws: random.Random) -> bytes:
 
 
 def empty(content: bytes, draws: random.Random) -> bytes:
-    """Nothing is left."""
+    """Remove all bytes."""
     return b""
 
 
@@ -118,7 +119,7 @@ def play(out: Path, case: str, state: str, file: str, damage: str, number: int) 
 
 
 def table(done: Sequence[Mapping[str, Any]]) -> str:
-    """One row a kind of damage and one for all."""
+    """Return a table with a row per kind of damage and a total."""
     rows = [_row(name, [one for one in done if one["what"][3] == name]) for name in DAMAGES]
     return markdown(("damage", "files", *VERDICTS), [*rows, _row("all", done)])
 
@@ -139,7 +140,7 @@ def _wanted(out: Path, cases: Sequence[str], repeat: int) -> Iterator[tuple[str,
 
 
 def _made(out: Path, case: str, state: str) -> Path:
-    """The run as it ended, or without its last checkpoint: made once, and appearing whole."""
+    """Return the run as it ended, or without its last checkpoint. It is created once and atomically."""
     run = out / f"{case}-{state}"
     if run.exists():
         return run

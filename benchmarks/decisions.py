@@ -1,11 +1,11 @@
 """How often a rollout of RAPO is rewarded, by the number of decisions that its policy must learn
 (docs/algorithms/rapo.md).
 
-A lock of D doors and T policy turns; a turn at door d opens it with probability p_d. A wrong turn does
-nothing, or ends the episode of a strict lock. Before every turn of a hybrid rollout but the first a step is
-retrieved with probability q. It opens the present door (the nearest step is the right one), but not the last,
-whose step is terminal and is never retrieved: the nearest of the others is done there instead, and is wrong.
-All chances are exact, in float64.
+A lock has D doors and T policy turns; a turn at door d opens it with probability p_d. A wrong turn has no
+effect, or ends the episode of a strict lock. Before every turn of a hybrid rollout except the first, a step
+is retrieved with probability q. It opens the current door (the nearest step is the right one), but not the
+last, whose step is terminal and never retrieved: there, the nearest other step is executed and is wrong. All
+probabilities are exact, in float64.
 """
 
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ class Lock:
 
 
 def rewarded(lock: Lock, *, own: int | None = None) -> float:
-    """Probability of a rewarded rollout, or of one in which decision ``own`` (from 1) was made by the policy
-    itself.
+    """Return the probability of a rewarded rollout, or of one in which the policy itself made decision
+    ``own`` (from 1).
     """
     last = len(lock.chances) - 1
 

@@ -1,12 +1,12 @@
-"""The demo's run beside the recorded ones: RAPO, and GRPO from the same cold starts at the same policy
-tokens, seed by seed.
+"""Compares the run of the demo with the recorded ones: RAPO, and GRPO from the same cold starts at the same
+number of policy tokens, by seed.
 
     python -m benchmarks.demo_beside [--run runs/demo] [--runs records/packs/demo.pack/runs]
                                      [--out runs/demo/beside.html]
 
 Prints the held-out scores with paired gains over the cold start, and writes a page with two charts: rewards
-while training, and scores before and after. ``make demo`` ends with it, ``make demo-compare`` makes such runs
-anew.
+during training, and scores before and after. ``make demo`` ends with it; ``make demo-compare`` creates new
+runs.
 """
 
 import argparse
@@ -53,7 +53,7 @@ svg text {{ fill: #57606a; font: 11px system-ui, sans-serif; }} \
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What a run directory (or a pack's) says of one training. ``start`` and ``end`` are lines of
+    """Data of one training in a run directory or pack. ``start`` and ``end`` are lines of
     ``evaluations.jsonl``.
     """
 
@@ -64,7 +64,7 @@ class Training:
 
 
 def read_training(run: Path) -> Training:
-    """Raises DataError where the run has no evaluation after training."""
+    """Raise DataError if the run has no evaluation after training."""
     steps = [line for line in read_records(run / "metrics.jsonl") if line["kind"] == "train"]
     evaluations = read_records(run / "evaluations.jsonl")
     ends = [one for one in evaluations if one["step"] > 0]
@@ -80,11 +80,10 @@ def read_training(run: Path) -> Training:
 
 
 def read_pairs(runs: Path) -> dict[int, dict[str, Training]]:
-    """Trainings by seed and method, of folders ``METHOD-SEED``. A method that one of the seeds lacks is left
-    out.
+    """Return trainings by seed and method from folders ``METHOD-SEED``, without methods that lack a seed.
 
-    Where RAPO began from the weights of another run, ``sft-SEED``, as in ``benchmarks.learning``, that run's
-    evaluation is its start.
+    If RAPO started from the weights of another run, ``sft-SEED``, as in ``benchmarks.learning``, the
+    evaluation of that run is its start.
     """
     seeds = sorted(int(one.name.rpartition("-")[2]) for one in runs.glob("rapo-*"))
     methods = [method for method in METHODS if all((runs / f"{method}-{seed}").is_dir() for seed in seeds)]
@@ -107,7 +106,9 @@ def heads(pairs: dict[int, dict[str, Training]]) -> tuple[str, ...]:
 
 
 def gain(training: Training, start: dict[str, Any]) -> PairedGain:
-    """Over the cold start ``start``, on the same tasks and draws. Raises DataError where there are none."""
+    """Return the gain over the cold start ``start`` on the same tasks and draws. Raises DataError if there
+    are none.
+    """
     found = paired_gain(start, training.end)
     if found is None:
         raise DataError("the evaluations before and after training are not of the same tasks")
@@ -134,8 +135,8 @@ def _score(evaluation: dict[str, Any]) -> str:
 
 
 def charts(pairs: dict[int, dict[str, Training]], own: Training | None) -> list[Chart]:
-    """Mean reward over the policy tokens, and held-out scores before and after; means over seeds, bars from
-    lowest to highest.
+    """Return charts of the mean reward over the policy tokens, and of held-out scores before and after: means
+    over seeds, with bars from the lowest to the highest.
     """
     methods = next(iter(pairs.values()))
     trainings = {METHODS[method]: [by_method[method] for by_method in pairs.values()] for method in methods}

@@ -1,10 +1,11 @@
-"""RAPO against GRPO on the demo's task, from one cold start, at an equal number of policy tokens, over seeds.
+"""RAPO against GRPO on the task of the demo, from one cold start, at an equal number of policy tokens, over
+seeds.
 
     python benchmarks/demo_compare.py --out runs/compare [--rapo runs/demo] [--seeds 3]
                                                          [--recipe recipes/demo.toml] [key=value ...]
 
-Every run is resumable: a second call continues where the first was stopped. Prints held-out scores with 95 %
-intervals, seconds and policy tokens a step, and executed tool calls.
+Repeat the command to continue stopped runs. Prints held-out scores with 95 % intervals, seconds and policy
+tokens per step, and executed tool calls.
 """
 
 import argparse

@@ -4,15 +4,15 @@ of diversity (arXiv 2603.03078).
     python -m benchmarks.diversity RUN... [--on-policy RUN...] [--by retrieved|mode] [--steps N...]
                                           [--embedder minilm|hash] [--eps ...] [--min-samples ...]
 
-Embeds every turn that the policy wrote in recorded training rollouts, and counts by task and training step
-the clusters of hybrid and of on-policy rollouts at equal numbers of turns. The paper's: PCA, DBSCAN, and the
-comparison. Ours, since our source does not give its settings: turns without what the environment answered,
-MiniLM, PCA by task and step on equally many turns of either kind, DBSCAN on each kind alone, all numbers
-below, and means over draws of the kind that has more turns.
+Embeds every turn that the policy wrote in recorded training rollouts, and counts the clusters of hybrid and
+of on-policy rollouts by task and training step, at equal numbers of turns. From the paper: PCA, DBSCAN and
+the comparison. Our choices, because the paper does not give its settings: turns without observations, MiniLM,
+PCA by task and step on equal numbers of turns of both groups, DBSCAN on each group, all numbers below, and
+means over draws from the larger group.
 
-A rollout is hybrid when it holds a retrieved step. With a least similarity that selects: who is on the
-expert's path retrieves. So on-policy rollouts can be those of another run of the same tasks (--on-policy, a
-run for each RUN), and hybrid ones all that were to retrieve (--by mode).
+A rollout is hybrid if it contains a retrieved step. A minimum similarity makes that a selection: rollouts on
+the path of the expert retrieve. Therefore on-policy rollouts can come from another run of the same tasks
+(--on-policy, one run for each RUN), and hybrid ones can be all that were allowed to retrieve (--by mode).
 
 Prints Markdown. Intervals are of the paired difference, 95 %, over tasks and steps, not over runs.
 """
@@ -46,8 +46,9 @@ Key: TypeAlias = tuple[int, int, str]
 def read_groups(
     runs: Sequence[Path], others: Sequence[Path], *, steps: Sequence[int], by: HybridBy, with_retrieved: bool
 ) -> dict[Key, Steps]:
-    """Both kinds by run, step and task; on-policy ones of ``others`` where these are given. Raises
-    ConfigError for unequal numbers of runs, DataError for runs that cannot be read.
+    """Return both groups by run, step and task, with on-policy rollouts of ``others`` if given.
+
+    Raises ConfigError for unequal numbers of runs, and DataError for unreadable runs.
     """
     if others and len(others) != len(runs):
         raise ConfigError(f"--on-policy: {len(others)} runs beside {len(runs)}; give one for each")
@@ -69,7 +70,7 @@ def counted(
     settings: Sequence[tuple[float, int]],
     parsed: argparse.Namespace,
 ) -> dict[Key, list[Count]]:
-    """The groups that have turns enough of both kinds. Raises DataError where none has."""
+    """Return the tasks and steps with enough turns of both groups. Raises DataError if there are none."""
     found = {}
     for (run, step, task), steps in groups.items():
         if min(len(steps.hybrid), len(steps.on_policy)) >= parsed.least_turns:
@@ -111,7 +112,7 @@ def table(found: Mapping[Key, Sequence[Count]], settings: Sequence[tuple[float, 
 
 
 def summary(groups: Mapping[Key, Steps], found: Mapping[Key, Sequence[Count]]) -> str:
-    """What was compared, in one line."""
+    """Describe the comparison in one line."""
     sizes = [min(len(groups[key].hybrid), len(groups[key].on_policy)) for key in found]
     variance = fmean(each[0].variance_kept for each in found.values())
     return (
@@ -130,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="run directories with hybrid rollouts")
     add("--on-policy", nargs="+", type=Path, default=[], metavar="RUN", help="runs of the on-policy rollouts")
-    add("--by", choices=("retrieved", "mode"), default="retrieved", help="what makes a rollout hybrid")
+    add("--by", choices=("retrieved", "mode"), default="retrieved", help="criterion of hybrid rollouts")
     add("--with-retrieved", action="store_true", help="count the retrieved steps themselves too")
     add("--steps", nargs="+", type=int, default=[], help="training steps (default: all with traces)")
     add("--embedder", default="minilm", help="minilm (default), hash, or another by its name")

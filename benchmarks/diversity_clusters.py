@@ -22,7 +22,9 @@ HybridBy: TypeAlias = Literal["retrieved", "mode"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Texts of a task's steps in one training step, sorted, so that the order of rollouts cannot matter."""
+    """Texts of the steps of a task in one training step, sorted, so that the order of rollouts does not
+    matter.
+    """
 
     hybrid: tuple[str, ...]
     on_policy: tuple[str, ...]
@@ -30,7 +32,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Count:
-    """Means over draws, hybrid first: clusters, and the share of steps that are in none."""
+    """Means over draws, hybrid first: number of clusters, and share of steps in no cluster."""
 
     clusters: tuple[float, float]
     noise: tuple[float, float]
@@ -38,7 +40,7 @@ class Count:
 
     @property
     def difference(self) -> float:
-        """Clusters of hybrid rollouts, less those of on-policy ones."""
+        """Number of clusters of hybrid minus on-policy rollouts."""
         return self.clusters[0] - self.clusters[1]
 
 
@@ -77,7 +79,7 @@ def num_clusters(points: Points, *, eps: float, min_samples: int) -> tuple[int, 
 
 
 def projected(points: Points, num_components: int) -> tuple[Points, float]:
-    """The first principal components, and the share of the variance that they hold (1 of equal points)."""
+    """Return the first principal components and their share of the variance (1 for equal points)."""
     if not np.ptp(points, axis=0).any():
         return np.zeros((len(points), 1)), 1.0
     number = min(num_components, *points.shape)
@@ -95,8 +97,10 @@ def count(
     key: Sequence[str | int],
     seed: int = 0,
 ) -> list[Count]:
-    """One :class:`Count` for each pair of eps and min_samples. Each draw takes as many steps of either kind
-    as the rarer one has, without replacement, and fits the PCA on these, so that neither weighs more.
+    """Return one :class:`Count` for each pair of eps and min_samples.
+
+    Each draw has as many steps of each group as the smaller one, without replacement, and fits the PCA on
+    them, so that both groups have equal weight.
     """
     size = min(len(hybrid), len(on_policy))
     draws = stream(seed, "diversity", *key)
@@ -122,7 +126,7 @@ def count(
 
 
 def _sklearn(module: str) -> Any:
-    """Heavy and needed here alone: hence an extra."""
+    """Import scikit-learn, which is an extra because only this benchmark uses it."""
     from importlib import import_module
 
     try:

@@ -1,10 +1,10 @@
-"""Update time of long episodes: all turns in one pass, beside one row a turn with the whole history again.
+"""Update time of long episodes: all turns in one pass, compared with one row per turn with its whole history.
 
     python benchmarks/episode_pass.py [--turns 30] [--episodes 4] [--repeats 3] [--precision auto]
 
-Same tokens are trained on both sides, without padding and with the same kernels. Episodes of the ScienceWorld
-kind: a prompt, then turns of a short action and its observation. ``off-policy`` scores every episode in the
-context with tips first (EMPO², Table 3).
+Both sides train on the same tokens, without padding and with the same kernels. Episodes are like those of
+ScienceWorld: a prompt, then turns of a short action and its observation. ``off-policy`` first scores every
+episode in the context with tips (EMPO², Table 3).
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(sides: dict[str, Callable[[], int]], repeats: int) -> tuple[dict[str, float], dict[str, int]]:
-    """The sides take turns; medians."""
+    """Return medians of alternating measurements."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens = {}
     for _ in range(repeats):

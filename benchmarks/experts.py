@@ -1,10 +1,10 @@
-"""How far a mixture of experts is from itself: log-probs of its engine against those of its update.
+"""Log-prob mismatch of mixture-of-experts models between engine and update.
 
     python -m benchmarks.experts [--record records/experts.json]
 
-Tiny random models, each rollout generated and scored alone. A router chooses anew where the update scores
-what the engine sampled: the table has the gap in nats a token, the share of choices (token and layer) that
-are of other experts, and the gap that is left where the engine's choices are played again.
+Tiny random models; each rollout is generated and scored alone. A router may choose other experts when the
+update scores the sampled tokens: the table has the mismatch in nats per token, the share of different choices
+(token and layer), and the mismatch that remains if the choices of the engine are replayed.
 """
 
 import argparse
@@ -50,8 +50,8 @@ COLUMNS: Final = (
 
 
 def model_of(title: str, precision: Precision, forward: Forward) -> LanguageModel:
-    """With more layers and experts than the table of architectures needs. Raises ModelError where it does
-    not run on this path.
+    """Return a model with more layers and experts than in the table of architectures. Raises ModelError if it
+    cannot run on this path.
     """
     [small] = [one for one in ARCHITECTURES if one.title == title]
     layers = small.settings.get("layer_types")
@@ -84,7 +84,7 @@ def listening(model: nn.Module) -> Iterator[dict[nn.Module, list[Tensor]]]:
 
 @contextmanager
 def replaying(choices: Mapping[nn.Module, Tensor]) -> Iterator[None]:
-    """Routers choose these experts [N, k]; what they weigh them by is computed as ever."""
+    """Make routers choose these experts [N, k]; their weights are computed as usual."""
     with ExitStack() as patches:
         for router, choice in choices.items():
 
@@ -97,7 +97,7 @@ def replaying(choices: Mapping[nn.Module, Tensor]) -> Iterator[None]:
 
 
 class _Chosen(TorchFunctionMode):
-    """``topk`` over all experts gives these; over groups of them it is left alone."""
+    """``topk`` over all experts returns the given ones; over groups of experts it is unchanged."""
 
     def __init__(self, choice_Nk: Tensor) -> None:
         super().__init__()

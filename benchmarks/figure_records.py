@@ -1,20 +1,18 @@
-"""Records of figures: what is in ``records/*.json``, and the Markdown that follows from it.
+"""Records of figures: the contents of ``records/*.json``, and the Markdown generated from them.
 
-A record says where its figures come from (``source``) and by which command. Its kind decides what it can
-render, by view:
+A record names the source of its figures (``source``) and the command. Its kind determines its views:
 
-- ``cells``: a table that was printed once ("" the table, ``notes`` the list below it);
-- ``values``: single figures, by name, text or a score of so many tasks, whose interval is computed;
-- ``scores``: a score a seed and a name, in the record or in a pack, in the tables that its ``views``
-  describe;
-- ``runs``: runs of a pack, a row each: what was set, rewards at the beginning and at the end of training,
+- ``cells``: a recorded table ("" the table, ``notes`` the list below it);
+- ``values``: single figures by name, a text or a score with its number of tasks, whose interval is computed;
+- ``scores``: scores by seed and name, from the record or a pack, in the tables of its ``views``;
+- ``runs``: runs of a pack, one row each: settings, rewards at the beginning and at the end of training,
   held-out score;
-- ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start a seed;
+- ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start per seed;
 - ``calls``: tool calls until a reward;
 - ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook,
   ``notes``).
 
-Packs are in ``records/packs``, and are verified before anything is read from them.
+Packs are in ``records/packs``, and are verified before they are read.
 """
 
 import math
@@ -76,10 +74,10 @@ class Values(_Record):
 
 
 class View(_Part):
-    """``names`` are the scores to show, by what the table calls them; ``corner`` heads the first column.
+    """``names`` maps columns of the table to scores; ``corner`` is the head of the first column.
 
-    ``seeds`` has a row a seed and their mean, ``intervals`` the same with intervals over tasks and policy
-    tokens, ``summary`` a row a name with mean, lowest and highest.
+    ``seeds`` has a row per seed and their mean, ``intervals`` the same with intervals over tasks and policy
+    tokens, ``summary`` a row per name with mean, lowest and highest.
     """
 
     form: Literal["seeds", "intervals", "summary"]
@@ -96,8 +94,8 @@ class SeedScores(_Part):
 
 
 class Scores(_Record):
-    """``seeds`` are written down, or come from ``pack``: there, ``evaluations`` maps a name to a run, in
-    which ``{seed}`` stands for the seed, and the label of one of its evaluations.
+    """``seeds`` are recorded, or come from ``pack``: ``evaluations`` maps a name to a run, with ``{seed}`` in
+    place of the seed, and the label of one of its evaluations.
     """
 
     kind: Literal["scores"]
@@ -120,9 +118,9 @@ class Toys(_Record):
 
 
 class FactbookRuns(_Record):
-    """The Factbook task of ``benchmarks.learning`` in a pack, whose runs are called ``METHOD-SEED``.
+    """The Factbook task of ``benchmarks.learning`` in a pack with runs ``METHOD-SEED``.
 
-    A run that several packs have is the first one's.
+    If several packs have a run, the first one counts.
     """
 
     kind: Literal["factbook"]
@@ -140,9 +138,9 @@ class Calls(_Record):
 
 
 class Runs(_Record):
-    """``rows`` maps a run of the pack to the cells that say what it was; the table has them under
-    ``columns``, then its measurements: steps, mean reward of the first and of the last ``window`` steps, and
-    the score after training.
+    """``rows`` maps a run of the pack to cells that describe it; the table has them under ``columns``, then
+    its measurements: steps, mean reward of the first and the last ``window`` steps, and the score after
+    training.
     """
 
     kind: Literal["runs"]

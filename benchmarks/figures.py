@@ -1,8 +1,8 @@
-"""Writes recorded figures into the documents, or checks that they are there.
+"""Writes recorded figures into the documents, or checks them.
 
     python -m benchmarks.figures [--check]        (make figures, make figures-check)
 
-A document marks where a figure belongs, and what stands between the marks is written from ``records/``:
+A document marks the position of a figure, and the text between the marks is written from ``records/``:
 
     <!-- figures: toys-lock -->            a block: a table or a list, on lines of its own
 
@@ -11,8 +11,8 @@ A document marks where a figure belongs, and what stands between the marks is wr
     <!-- /figures -->
     it ended at <!-- figure: demo/end -->28.0 % [21.4, 35.7]<!-- /figure --> after five steps
 
-The marks are comments, which no reader sees. ``--check`` changes nothing: it names document, line, recorded
-and written text of every figure that differs, and ends with status 1.
+The marks are comments, which are not displayed. ``--check`` changes nothing: it names document, line,
+recorded and written text of every figure that differs, and exits with status 1.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from outrider.files import replace_file
 
 _MARKED: Final = re.compile(r"<!-- figure(s?): (\S+) -->(.*?)<!-- /figure\1 -->", re.DOTALL)
 _MARK: Final = re.compile(r"<!-- /?figures?\b.*?-->")
-# marks in it are shown to readers, and are none
+# marks in code blocks are examples
 _CODE: Final = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _SHOWN: Final = 100  # characters of a text in a message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A figure that is not what its record says; both texts begin where they part."""
+    """A figure that differs from its record; both texts start at the first difference."""
 
     document: str
     line: int
@@ -73,8 +73,8 @@ def differences(text: str, figures: Mapping[str, str], *, document: str) -> list
 
 
 def rewritten(text: str, figures: Mapping[str, str], *, document: str) -> str:
-    """The document with its figures. A figure that differs in line breaks only stays as it is. Raises what
-    differences raises.
+    """Return the document with its figures. Figures that differ in line breaks only are unchanged. Raises the
+    errors of :func:`differences`.
     """
     parts, end = [], 0
     for match in _marked(text, figures, document=document):
@@ -107,7 +107,7 @@ def _words(text: str) -> list[str]:
 
 
 def _lines_before(text: str, num_words: int) -> int:
-    """The line, from 1 for that of the mark, on which a word stands."""
+    """Return the line of a word, counted from the line of the mark."""
     words = list(re.finditer(r"\S+", text))
     return 1 + text.count("\n", 0, words[min(num_words, len(words) - 1)].start() if words else 0)
 
@@ -119,11 +119,13 @@ def documents(root: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 all figures are what is recorded, 1 one is not, or a record cannot be read."""
+    """Return the exit status: 0 if all figures agree with their records, 1 if one differs or a record cannot
+    be read.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.figures", description="Recorded figures in the documents."
     )
-    parser.add_argument("--check", action="store_true", help="change nothing, name what differs")
+    parser.add_argument("--check", action="store_true", help="change nothing, print differences")
     parser.add_argument("--root", type=Path, default=Path(), help="folder of README.md, docs and records")
     parsed = parser.parse_args(arguments)
     try:
@@ -139,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.figures: {error}", file=sys.stderr)
         return 1
     for one in found:
-        print(one.sentence if parsed.check else f"{one.document}:{one.line}: {one.name} written anew")
+        print(one.sentence if parsed.check else f"{one.document}:{one.line}: {one.name} rewritten")
     return int(parsed.check and bool(found))
 
 

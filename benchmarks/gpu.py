@@ -1,13 +1,13 @@
-"""Everything that is worth knowing of a GPU, in at most 25 minutes on one: contracts and determinism, speeds
-beside ``generate`` and vLLM, shares of the device's limits, memory beside ``outrider plan``, the demo.
+"""All measurements on a GPU, in at most 25 minutes: contracts and determinism, speeds compared with
+``generate`` and vLLM, shares of the device's limits, memory compared with ``outrider plan``, the demo.
 
     make gpu                      # or, with the Python at hand: python -m benchmarks.gpu
     python -m benchmarks.gpu --device cpu --shapes tiny --record FOLDER/gpu.json --page FOLDER/gpu.md
 
-Models have random weights, made on the device; only the demo needs its own. Every stage is a process with a
-time limit. What is not installed, fails or finds no time is a row that says so, and the rest goes on. Rows
-go into a record, and from there into docs/gpu.md (benchmarks.figures). A CPU is measured too, to try the
-command; its rows are printed, and recorded only where ``--record`` says so.
+Models have random weights, created on the device; only the demo needs its own. Every stage is a process with
+a time limit. If a package is missing, a stage fails or there is no time left, a row reports it and the next
+stage runs. Rows are stored in a record and written to docs/gpu.md (benchmarks.figures). You can try the
+command on a CPU; its rows are recorded only with ``--record``.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RECORD, PAGE = Path("records/gpu.json"), Path("docs/gpu.md")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """``share`` seconds at most; one for which there are less than ``least`` does not begin."""
+    """A stage takes at most ``share`` seconds, and is skipped if fewer than ``least`` are left."""
 
     name: str
     shape: str
@@ -45,8 +45,8 @@ class Stage:
 
 
 def plan_stages(shapes: Sequence[str]) -> list[Stage]:
-    """What the rest refers to comes first, then what has to hold, then the speeds, the smallest model first:
-    a slow device runs out of time at the largest.
+    """Return the stages: first the references, then the contracts, then speeds from the smallest to the
+    largest model, because a slow device runs out of time at the largest.
     """
     first, *_ = shapes
     return [
@@ -63,7 +63,7 @@ def plan_stages(shapes: Sequence[str]) -> list[Stage]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 everything ran, 1 a stage failed or found no time, 2 nothing could begin."""
+    """Return the exit status: 0 if every stage ran, 1 if one failed or was skipped, 2 if none could start."""
     given = _parser().parse_args(arguments)
     deadline = time.monotonic() + 60 * given.minutes - _ENDING_S
     if problem := missing(given.device):
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def missing(device: str) -> str | None:
-    """One line that says what has to be there, None where all is."""
+    """Return one line about missing requirements, or None."""
     if sys.version_info < _PYTHON:
         return f"{sys.executable} is too old: Outrider needs Python {'.'.join(map(str, _PYTHON))} or newer"
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -113,7 +113,7 @@ def missing(device: str) -> str | None:
 def run_stage(
     stage: Stage, given: argparse.Namespace, folder: Path, deadline: float
 ) -> tuple[list[Row], bool]:
-    """The rows of a stage, and whether it came to its end. A stage that is stopped keeps what it had."""
+    """Return the rows of a stage and whether it finished. A stopped stage keeps its rows."""
     name = f"{stage.name} of {stage.shape}"
     left = deadline - time.monotonic()
     if left < stage.least:
@@ -137,7 +137,9 @@ def run_stage(
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """Exit status, None where it was stopped. Its children (a run, vLLM) end with it: they are one group."""
+    """Return the exit status, or None if the process was stopped together with its children (a run, vLLM),
+    which are in its process group.
+    """
     with log.open("w", encoding="utf-8") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:

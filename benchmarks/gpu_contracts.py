@@ -1,5 +1,5 @@
-"""What holds on a device: the contract of the engines, its distance from the trainer, and how far the same
-seed gives the same bits.
+"""Contracts of the engines on a device, their mismatch with the trainer, and which results are reproduced bit
+for bit with the same seed.
 """
 
 import importlib.util
@@ -171,7 +171,7 @@ def _resumed(device: str, folder: Path) -> str:
 
 
 def _trained(command: Sequence[str]) -> None:
-    """Raises SystemExit with the line that the run said last."""
+    """Raise SystemExit with the last line of the run."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit((done.stderr.strip().splitlines() or ["outrider said nothing"])[-1])
+        raise SystemExit((done.stderr.strip().splitlines() or ["outrider printed nothing"])[-1])

@@ -12,7 +12,9 @@ from outrider.viewer.run_reader import read_records
 
 
 def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
-    """One run; ``tiny`` is its smoke run, with a random model. Raises SystemExit with what it said last."""
+    """Train once; ``tiny`` is a smoke run with a random model. Raises SystemExit with the last line of the
+    run.
+    """
     run = folder / "demo"
     command = [
         sys.executable, "-m", "outrider", "train", "recipes/demo.toml", "--run", str(run),
@@ -28,7 +30,7 @@ def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
 
 
 def told(run: Path) -> list[tuple[str, str]]:
-    """What a run directory says, also of one that was stopped."""
+    """Return the figures in a run directory, also of a stopped run."""
     records = read_records(run / "metrics.jsonl")
     steps = [record for record in records if record["kind"] == "train"]
     if not steps:

@@ -47,7 +47,7 @@ def _waited(run: Callable[[], object], device: str) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Of one call, until the device has done all of it."""
+    """Return the seconds of one call until the device has finished."""
     synchronise(device)
     began = time.perf_counter()
     run()
@@ -56,8 +56,8 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def step_bytes(shape: ModelShape, *, rows: int, context: int, value_bytes: int) -> float:
-    """What a decoding step has to read: every weight once (of an untied embedding a row each, which is left
-    out), and the keys and values of all rows.
+    """Return the bytes that a decoding step reads: every weight once (without an untied embedding, of which
+    it reads one row per token), and the keys and values of all rows.
     """
     read = weight_bytes(shape, tensor_parallel=1, value_bytes=value_bytes)
     if not shape.is_tied:
@@ -66,10 +66,9 @@ def step_bytes(shape: ModelShape, *, rows: int, context: int, value_bytes: int) 
 
 
 def update_operations(shape: ModelShape, batch: PackedBatch, *, trains_all: bool) -> float:
-    """Useful operations of forward and backward pass: 6 per weight and token that it meets (4 where only
-    adapters train: the gradients of the weights are left out), the vocabulary projection for scored tokens
-    alone, and 12 H D per layer for every pair of a query and a key that it sees. What is computed again is
-    not counted.
+    """Return the useful operations of forward and backward pass: 6 per weight and token (4 if only adapters
+    train, without the gradients of the weights), the vocabulary projection for scored tokens only, and 12 H D
+    per layer for every pair of a query and a visible key. Recomputation is not counted.
     """
     per_weight = 6 if trains_all else 4
     layers = shape.num_layers * shape.layer_parameters * batch.num_tokens

@@ -1,6 +1,7 @@
-"""Models of random weights in the shapes of known ones, made on the device: no download, no file of weights.
+"""Models of random weights in the shapes of known ones, created on the device without downloads or weight
+files.
 
-A speed does not depend on what the weights are, and neither does memory.
+Speed and memory do not depend on the values of the weights.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Made:
 
 
 def described(name: str) -> Mapping[str, Any]:
-    """What config.json says of one of ``gpu_shapes.SHAPES``."""
+    """Return the config.json of one of ``gpu_shapes.SHAPES``."""
     return _TINY if name == TINY else known_models()[KNOWN[name]]
 
 

@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def write_record(path: Path, device: Device, rows: Sequence[Row]) -> None:
-    """Add the rows; those of the same device and day are replaced."""
+    """Add the rows, replacing those of the same device and day."""
     record: dict[str, Any] = (
         json.loads(path.read_text(encoding="utf-8"))
         if path.exists()
@@ -69,9 +69,7 @@ def write_record(path: Path, device: Device, rows: Sequence[Row]) -> None:
 
 
 def write_page(page: Path, record: Path) -> None:
-    """Write the record's figures between the marks of the page. Raises DataError where it has none of
-    that name.
-    """
+    """Write the figures of the record between the marks of the page. Raises DataError without marks."""
     text = page.read_text(encoding="utf-8")
     new = rewritten(text, render_all(record.parent), document=str(page))
     replace_file(page, new.encode())

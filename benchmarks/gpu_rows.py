@@ -1,5 +1,5 @@
-"""Rows of a measurement: what, the figure, and what it stands beside. A stage's process writes them as it has
-them, so that one that is stopped loses nothing.
+"""Rows of a measurement: name, figure and reference. The process of a stage writes each row at once, so that
+a stopped stage keeps its rows.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One line of the page; ``beside`` says what the figure is to be compared with."""
+    """One line of the page; ``beside`` is the reference of the figure."""
 
     what: str
     measured: str
@@ -30,7 +30,7 @@ class RowFile:
         print(f"{what}: {measured}{f' ({beside})' if beside else ''}", flush=True)
 
     def read(self) -> list[Row]:
-        """All that were written whole."""
+        """Return all complete rows."""
         if not self.path.exists():
             return []
         text = self.path.read_text(encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Speed on a device beside ``generate``, vLLM and a padded update, as shares of what the device can do, and
-peak memory beside what ``outrider plan`` counts.
+"""Speed on a device compared with ``generate``, vLLM and a padded update, as shares of the device's limits,
+and peak memory compared with ``outrider plan``.
 """
 
 import copy
@@ -31,7 +31,7 @@ _MANY = {"64 prompts of 256 x 4, 128 new": Workload(num_prompts=64, samples=4, p
 _TINY = {"2 prompts of 8 x 2, 4 new": Workload(num_prompts=2, samples=2, prompt=8, new=4)}
 _TINY_UPDATES = {"group of 2, 16 common + 8 new": Shape(rollouts=2, shared=16, own=0, new=8, rows=2)}
 _ROWS, _CONTEXT, _STEPS = 64, 512, 64
-_ROOM = 0.9  # of a device's memory that may be asked for
+_ROOM = 0.9  # share of a device's memory that may be allocated
 _GB = 1e9
 
 
@@ -65,17 +65,17 @@ def generation(name: str, device: str, limits: Limits, vllm: str | None, rows: R
         rows.add(f"{name}: {told}, new tokens/s", "; ".join(f"{side} {cell}" for side, cell in cells))
     for one in sides.values():
         one.close()
-    # Last, since it takes longest to start; and alone: its own process holds a share of the memory.
+    # Last, because it takes longest to start, and alone, because its process allocates a share of the memory.
     _beside_vllm(name, made, vllm, base, device, rows)
 
 
 def workloads(name: str) -> dict[str, Workload]:
-    """Those of ``speed.py``, and more rows than a CPU takes."""
+    """Return the workloads of ``speed.py``, and larger ones than a CPU can run."""
     return _TINY if name == TINY else {**WORKLOADS, **_MANY}
 
 
 def repeats(name: str) -> int:
-    """Of which the median is told."""
+    """Return the number of repetitions, of which the median counts."""
     return 1 if name == TINY else 3
 
 
@@ -102,7 +102,7 @@ def _beside_vllm(
 
 
 def vllm_python(given: str | None) -> str | None:
-    """The Python that has vLLM: the one that is named, else this one."""
+    """Return the given Python with vLLM, or else this one."""
     return given or (sys.executable if importlib.util.find_spec("vllm") is not None else None)
 
 
@@ -114,7 +114,7 @@ def _decoding(name: str, made: Made, device: str, limits: Limits, rows: RowFile)
 
     def step() -> float:
         engine = LocalEngine(made.language_model)
-        engine.generate(_prompts(num, context, 2))  # the first call makes the cache
+        engine.generate(_prompts(num, context, 2))  # the first call creates the cache
         few, many = (
             seconds(lambda n=n: engine.generate(_prompts(num, context, n)), device) for n in (2, 2 + steps)
         )
@@ -146,8 +146,8 @@ def _prompts(num: int, context: int, new: int) -> list[Request]:
 
 
 def updates(name: str, device: str, limits: Limits, rows: RowFile) -> None:
-    """Forward and backward pass beside a padded one, the share of the matrix rate, and the peak of memory
-    with an optimiser step.
+    """Measure forward and backward pass compared with a padded one, the share of the matrix rate, and the
+    peak memory with an optimizer step.
     """
     before = allocated(device)
     made = make_model(name, device=device, dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ def updates(name: str, device: str, limits: Limits, rows: RowFile) -> None:
         rows.add(
             f"{name}: update, {kind}, {told}",
             f"{rates['outrider']:.0f} padded tokens/s, {share:.0%} of the matrix rate",
-            f"{useful / 1e12:.2f} TFLOP without what is computed again",
+            f"{useful / 1e12:.2f} TFLOP without recomputation",
         )
     _step(policy, next(iter(shapes.values())))
     peak = peak_memory(device) - before
@@ -192,7 +192,7 @@ def _step(policy: Policy, shape: Shape) -> None:
 def _beside_padded(
     name: str, made: Made, policy: Policy, shapes: dict[str, Shape], device: str, rows: RowFile
 ) -> None:
-    """Float32 weights with autocast, as a plain trainer has them; where there is room for a second model."""
+    """Measure float32 weights with autocast, as in a plain trainer, if there is room for a second model."""
     needed = MARGIN * 3 * 4 * made.shape.num_parameters  # weights, gradients, activations of as much
     if needed > _ROOM * free_memory(device):
         rows.add(f"{name}: padded update", f"skipped: {needed / _GB:.0f} GB more do not fit")
@@ -210,12 +210,12 @@ def _beside_padded(
 
 
 def allocated(device: str) -> int:
-    """Bytes held now."""
+    """Return the allocated bytes."""
     return torch.cuda.memory_allocated(device) if is_gpu(device) else resident("VmRSS")
 
 
 def forget(device: str) -> None:
-    """The peak begins anew."""
+    """Reset the peak."""
     torch.cuda.reset_peak_memory_stats(device) if is_gpu(device) else forget_peak()
 
 
@@ -225,7 +225,7 @@ def peak_memory(device: str) -> int:
 
 
 def free_memory(device: str) -> float:
-    """Bytes that may still be asked for."""
+    """Return the bytes that can still be allocated."""
     if is_gpu(device):
         return float(torch.cuda.mem_get_info(device)[0])
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

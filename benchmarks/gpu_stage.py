@@ -1,4 +1,4 @@
-"""One stage of ``benchmarks.gpu`` in a process of its own, which can be stopped and leaves the device empty.
+"""One stage of ``benchmarks.gpu`` in its own process, which can be stopped and frees the device.
 
 python -m benchmarks.gpu_stage STAGE SHAPE --device cuda --folder FOLDER [--vllm PYTHON]
 """
@@ -21,7 +21,7 @@ LIMITS = "limits.json"
 
 
 def measure(stage: str, shape: str, *, device: str, folder: Path, vllm: str | None) -> None:
-    """Write the rows of a stage into ``folder``. The stage ``limits`` has to come before those of speed."""
+    """Write the rows of a stage to ``folder``. The stage ``limits`` must run before those of speed."""
     set_threads(torch.get_num_threads(), device=device)
     rows = RowFile(folder / f"{stage}-{shape}.jsonl")
     place = folder / f"{stage}-{shape}"

@@ -1,12 +1,12 @@
-"""How far group credit is from the true policy gradient, measured exactly on a tree small enough to
+"""How far group advantages are from the true policy gradient, measured exactly on a tree small enough to
 enumerate.
 
 Run ``python benchmarks/grpo_bias.py``. Nothing is sampled: the expected gradient of each estimator is a sum
 over all groups (as multisets) of two to four rollouts, and the true gradient a sum over all paths. The tree
 has depth 3 and branching 3 with a tabular softmax policy; at some nodes the environment chooses, with fixed
-probabilities and without gradient. For RAPO those nodes stand for retrieved steps, and the entropies around
-them are the policy's own. In the ragged tree the environment has all nodes below the first child and the last
-ones below the second: rollouts have one, two or three trained steps.
+probabilities and without gradient. For RAPO, those nodes represent retrieved steps, and the entropies around
+them are those of the policy. In the ragged tree, the environment has all nodes below the first child and the
+last ones below the second: rollouts have one, two or three trained steps.
 """
 
 import argparse
@@ -32,8 +32,8 @@ Mean: TypeAlias = Literal["none", "rollout", "group"]
 
 BRANCHING, DEPTH = 3, 3
 NUM_NODES = 1 + BRANCHING + BRANCHING**2
-ENVIRONMENT_NODES = (2, 6, 11)  # one in the middle of its paths, two right before the leaves
-RAGGED_NODES = (1, 4, 5, 6, 7, 8, 9)  # all below the first child, and what follows the second
+ENVIRONMENT_NODES = (2, 6, 11)  # one in the middle of the paths, two just before the leaves
+RAGGED_NODES = (1, 4, 5, 6, 7, 8, 9)  # all below the first child, and the nodes after the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,12 +123,12 @@ def make_tree(
 
 
 def expected_gradient(tree: TreeMdp, credit: Credit, *, group_size: int, mean: Mean = "none") -> Float64Array:
-    """``E[1/G sum_i A_i score_i]`` [S, B] over all groups of ``group_size`` independent paths.
+    """Return ``E[1/G sum_i A_i score_i]`` [S, B] over all groups of ``group_size`` independent paths.
 
-    ``credit`` maps the path numbers of a group to advantages. ``mean`` "rollout" divides each rollout's score
-    by its number of trained steps (``sequence_mean_token_mean``), "group" the whole group by all of its
-    trained steps in place of by G (``token_mean`` where the mini-batch is one group); with "none" steps are
-    summed.
+    ``credit`` maps the path numbers of a group to advantages. ``mean`` "rollout" divides the score of each
+    rollout by its number of trained steps (``sequence_mean_token_mean``); "group" divides the whole group by
+    its number of trained steps instead of by G (``token_mean`` if the mini-batch is one group); with "none",
+    steps are summed.
     """
     log_probabilities = np.log(tree.path_probabilities)
     num_steps = tree.is_trainable.sum(axis=1)

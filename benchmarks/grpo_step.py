@@ -1,9 +1,9 @@
-"""One GRPO step, end to end: 8 completions of 64 tokens to one prompt, credit, update. Outrider beside TRL,
+"""One GRPO step, end to end: 8 completions of 64 tokens to one prompt, advantages, update. Outrider and TRL
 in one process.
 
     python benchmarks/grpo_step.py [--repeats 5] [--precision auto]      # needs: pip install trl datasets
 
-Both generate all 64 tokens, reward at random, train all completions with AdamW and no KL term.
+Both generate all 64 tokens, reward at random, and train on all completions with AdamW and without a KL term.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def trl_seconds(folder: str, precision: str, repeats: int) -> float:
-    """Median time between the ends of two steps, the first left out."""
+    """Return the median time between the ends of two steps, without the first."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

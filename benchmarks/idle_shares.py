@@ -1,8 +1,8 @@
-"""Who waited for whom in a run on several processes, step by step, from its metrics.
+"""How long the processes of a run waited for each other, step by step, from its metrics.
 
     python -m benchmarks.idle_shares --run runs/demo-cluster
 
-The first step of rollouts beside an update plays two batches: one for itself.
+With rollouts during updates, the first step generates two batches.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Which variable makes which kernels behave as on a lesser processor: other bits than without it, or the
-same.
+"""Which environment variables make which kernels behave as on an older processor: whether their bits change.
 
     python benchmarks/instruction_sets.py
 
-Each setting runs the same operations on the same numbers in a process of its own: the libraries read it once.
+Each setting runs the same operations on the same numbers in its own process, because libraries read the
+variables once.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ def operations() -> dict[str, torch.Tensor | None]:
 
 
 def results() -> list[str]:
-    """A digest of each operation's result, or NOTHING where it does not run."""
+    """Return a digest of the result of each operation, or NOTHING if it does not run."""
     return [
         NOTHING if result is None else hashlib.sha256(result.float().numpy().tobytes()).hexdigest()
         for result in operations().values()

@@ -1,7 +1,8 @@
-"""When a signal meets a run: at some processor time of it, or just before one of its writes to disk.
+"""Moments at which a signal is sent to a run: at some processor time, or just before one of its writes to
+disk.
 
-The second kind finds what the first one rarely meets, because a checkpoint takes a hundredth of a run: every
-file that Python opens for writing, every rename, removal, new folder, fsync and SQL statement is a moment.
+The first kind rarely hits a checkpoint, which takes a hundredth of a run. For the second kind, every file
+that Python opens for writing, every rename, removal, new folder, fsync and SQL statement is a moment.
 """
 
 import functools
@@ -29,20 +30,20 @@ def num_writes(process: ForkedOutrider) -> int:
 
 
 def sent_before(process: ForkedOutrider) -> str:
-    """The write that the signal of :func:`send` came before; empty where the run ended first."""
+    """Return the write before which the signal of :func:`send` was sent; empty if the run ended first."""
     sent = process.folder / _SENT
     return str(json.loads(sent.read_text())) if sent.exists() else ""
 
 
 def count(folder: Path) -> None:
-    """In the child: one byte a moment goes to a file of ``folder``."""
+    """In the child: append one byte per moment to a file of ``folder``."""
     counted = os.open(folder / _COUNTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     _watch(folder, lambda name: os.write(counted, b"."))
 
 
 def send(folder: Path, *, sent: signal.Signals, at: int) -> None:
-    """In the child: the signal comes before write ``at``, from 0."""
-    numbers = itertools.count()  # its next number is one thread's at a time
+    """In the child: send the signal before write number ``at``, from 0."""
+    numbers = itertools.count()  # one thread at a time draws the next number
 
     def watch(name: str) -> None:
         if next(numbers) == at:
@@ -53,9 +54,7 @@ def send(folder: Path, *, sent: signal.Signals, at: int) -> None:
 
 
 def _watch(own: Path, on_write: Callable[[str], object]) -> None:
-    """Call it before every write of this process but those to ``own``, for the rest of its life, in the
-    thread that writes.
-    """
+    """Call a function before every write of this process except those to ``own``, in its thread."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -67,7 +66,7 @@ def _watch(own: Path, on_write: Callable[[str], object]) -> None:
         elif event in _WRITES:
             on_write(event)
 
-    # The first process to import a module would write what it compiled, and the next one would not.
+    # Only the first process that imports a module would write its compiled code.
     sys.dont_write_bytecode = True
     sys.addaudithook(hook)
     force, connect = os.fsync, sqlite3.connect

@@ -1,13 +1,13 @@
-"""Runs that are killed and stopped at random moments, and continued: do they end in the bits of the run that
-nobody touched?
+"""Runs that are killed and stopped at random moments, and resumed: are their final bits those of an
+uninterrupted run?
 
     python -m benchmarks.kills --count 1000 [--out runs/kills] [--cases rapo empo2]
 
-Tiny models, every algorithm with a state of its own (tests/training/whole_runs.py). A broken run gets one to
-six signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time of its life or before a random one of
-its writes to disk (kill_moments.py), and is then continued to its end. A signal counts if it met the
-running command. kills.jsonl gets one line per interrupted run, and the same command resumes
-the campaign. It prints a table at the end and exits with 1 if a run was lost or differs.
+Tiny models, every algorithm with state (tests/training/whole_runs.py). An interrupted run receives one to six
+signals (SIGKILL, SIGTERM, SIGINT), each at a random processor time or before a random one of its writes to
+disk (kill_moments.py), and is then resumed until its end. A signal counts if it arrived while the command
+ran. kills.jsonl has one line per interrupted run, and the same command continues the campaign. It prints a
+table at the end and exits with 1 if a run was lost or differs.
 """
 
 import argparse
@@ -35,11 +35,11 @@ _SHORT: Final = (f"train.num_steps={NUM_STEPS}", "evaluation.every=2", "evaluati
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _STATUSES: Final = {"SIGKILL": (-9,), "SIGTERM": (0, -15, 143), "SIGINT": (0, 130)}
 _MOST_SIGNALS: Final = 6
-# of a whole run's life: a continued one has it again, and of the rest only what is left
+# of the processor time of a complete run; a resumed run has less
 _SET_UP: Final = 0.25
 _LOST: Final = ("lost", "hung", "status")
 _OTHERWISE: Final = (*_LOST, "a traceback")  # than in its files
-_PATIENCE_S: Final = 600.0  # a stop that takes longer hangs; a busy machine is slow
+_PATIENCE_S: Final = 600.0  # a stop that takes longer counts as a hang; a busy machine is slow
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -75,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def play(out: Path, case: str, number: int) -> dict[str, Any]:
-    """One broken run from its first signal to its end: the signals that it got, and what is wrong with it."""
+    """Run one interrupted run to its end. Returns its signals and errors."""
     draws = random.Random(f"broken run {number}")
     reference, life = _whole(out, case)
     run = out / f"broken-{case}"
@@ -90,7 +90,7 @@ def play(out: Path, case: str, number: int) -> dict[str, Any]:
             signals.append(met)
         wrong += [hung] if hung else _end(process, met)
         if wrong or met is None:
-            break  # the run ended before the signal came
+            break  # the run ended before the signal
     process = ForkedOutrider(*_arguments(out, run, case))
     wrong += _end(process, None)
     if process.returncode != 0:
@@ -103,7 +103,7 @@ def play(out: Path, case: str, number: int) -> dict[str, Any]:
 
 
 def table(done: Sequence[dict[str, Any]]) -> str:
-    """One row a case and one for all of them."""
+    """Return a table with a row per case and a total."""
     rows = [_row(case, [one for one in done if one["case"] == case]) for case in CASES]
     header = (
         "case",
@@ -118,7 +118,7 @@ def table(done: Sequence[dict[str, Any]]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; one that a kill of this command tore off is played again."""
+    """Return complete lines; the run of a torn line is repeated."""
     if not path.exists():
         return []
     whole, _, torn = path.read_text(encoding="utf-8").rpartition("\n")
@@ -139,7 +139,9 @@ def _row(name: str, runs: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _whole(out: Path, case: str) -> tuple[Path, dict[str, float]]:
-    """The run that nobody touched, and its seconds of processor time and number of writes; made once."""
+    """Return the uninterrupted run, its seconds of processor time and its number of writes. It is created
+    once.
+    """
     run, told = out / f"whole-{case}", out / f"whole-{case}.json"
     if not told.exists():
         shutil.rmtree(run, ignore_errors=True)
@@ -159,11 +161,10 @@ def _whole(out: Path, case: str) -> tuple[Path, dict[str, float]]:
 def _broken(
     out: Path, run: Path, case: str, sent: signal.Signals, moment: str, at: float
 ) -> tuple[ForkedOutrider, dict[str, Any] | None, str]:
-    """One life of the run, with the signal that met it (None for one that came too late), and whether it
-    hung.
+    """Run until the signal. Returns the process, the signal (None if it was too late), and whether the
+    process hung.
 
-    A child that hangs is killed, and its status is then that of a kill: it is told here, before anybody looks
-    at that.
+    A child that hangs is killed, and its status is then that of a kill, so the caller needs the flag.
     """
     send = functools.partial(kill_moments.send, sent=sent, at=int(at)) if moment == "write" else None
     process = ForkedOutrider(*_arguments(out, run, case), prepare=send)
@@ -188,7 +189,7 @@ def _broken(
 
 
 def _came_in_time(process: ForkedOutrider, now: float) -> str:
-    """Whether a signal of that time met the command; where it has returned, only before that."""
+    """Return whether a signal of that time arrived before the command returned."""
     return "time" if process.returned is None or now < process.returned[0] else ""
 
 
@@ -199,7 +200,7 @@ def _end(process: ForkedOutrider, met: dict[str, Any] | None) -> list[str]:
     _, stderr = process.communicate()
     _, traceback, told = stderr.partition("Traceback (most recent call last)")
     wrong = [f"a traceback: {told[-2000:]}"] if traceback else []
-    # a late signal may meet what comes behind the command
+    # a late signal may arrive after the command
     returned = process.returned if met is None else None
     status = process.returncode if returned is None else returned[1]
     if status not in (_STATUSES[met["signal"]] if met else (0,)):
@@ -221,7 +222,9 @@ def _begin(out: Path, run: Path, case: str) -> list[str | Path]:
 
 
 def _arguments(out: Path, run: Path, case: str) -> list[str | Path]:
-    """Begun anew where it was killed before it had written down what it is."""
+    """Return the arguments that resume the run, or start it again if it was killed before it recorded its
+    settings.
+    """
     begun = (run / "config.toml").exists()
     return ["train", "--resume", run, "--progress", "plain"] if begun else _begin(out, run, case)
 

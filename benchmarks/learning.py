@@ -1,18 +1,17 @@
-"""What every method learns: on the toy suite, and on the Factbook task with the real model, at equal policy
-tokens.
+"""What every method learns at equal policy tokens: on the toy suite, and on the Factbook task with the real
+model.
 
     python -m benchmarks.learning toys --out DIR [--seeds 10] [--toys lock corridor hidden]
                                                  [--methods grpo rapo ...]
     python -m benchmarks.learning factbook --out DIR [--seeds 3] [--policy-tokens N]
                                                      [--methods ...] [section.field=value ...]
-    ... --processes 2       as many trainings at a time, one thread each, unattended; --status shows
-                            what is done and what is left
+    ... --processes 2       as many concurrent trainings, with one thread each; --status prints the progress
 
-All can be stopped at any time: the same command goes on with what is not finished, --only-report shows what
-is. With --processes a training that fails is told at the end and stops no other, and one that was killed is
-continued. Two calls may share a folder, also with different --first-seed; a last call with all seeds shows
-them together. Tables are printed and written to DIR/toys.md and DIR/factbook.md. Toys need minutes, the
-Factbook a quarter of an hour a method and seed on two cores.
+You can stop the command at any time and repeat it to continue; --only-report prints the finished trainings.
+With --processes, a failed training is reported at the end and the others continue; a killed one is resumed.
+Two calls may share a folder, also with different --first-seed; a last call with all seeds prints them
+together. Tables are printed and written to DIR/toys.md and DIR/factbook.md. The toys take minutes, the
+Factbook a quarter of an hour per method and seed on two cores.
 """
 
 import argparse
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or was stopped, 2 bad configuration, 130 interrupted."""
     parser = make_parser()
     parsed, rest = parser.parse_known_args(arguments)
-    if parsed.methods:  # --methods takes all words that follow it
+    if parsed.methods:  # --methods consumes all following words
         rest += [one for one in parsed.methods if "=" in one]
         parsed.methods = [one for one in parsed.methods if "=" not in one]
     if rest and (
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.learning: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
-        print("benchmarks.learning: interrupted; the same command goes on", file=sys.stderr)
+        print("benchmarks.learning: interrupted; repeat the command to continue", file=sys.stderr)
         return 130
 
 
@@ -77,11 +76,13 @@ def make_parser() -> argparse.ArgumentParser:
             help="N trainings at a time, each in a process of one thread",
         )
         task.add_argument(
-            "--status", action="store_true", help="run nothing, show what is done and how long the rest takes"
+            "--status", action="store_true", help="run nothing, print the progress and the remaining time"
         )
-        # what --processes tells its processes
+        # arguments of the processes of --processes
         task.add_argument("--no-report", action="store_true", help=argparse.SUPPRESS)
-        task.add_argument("--only-report", action="store_true", help="run nothing, show what is finished")
+        task.add_argument(
+            "--only-report", action="store_true", help="run nothing, print the finished trainings"
+        )
         if name == "toys":
             task.add_argument("--toys", nargs="+", choices=[arena.name for arena in ARENAS])
             task.add_argument(
@@ -92,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
             task.add_argument(
                 "--policy-tokens",
                 type=int,
-                help="budget of every run (default: what RAPO spends in the recipe's steps)",
+                help="budget of every run (default: the tokens of RAPO in the recipe's steps)",
             )
     return parser
 
@@ -134,7 +135,7 @@ def toys(parsed: argparse.Namespace) -> int:
 
 
 def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Train what is not finished and show the comparison, anew after every seed."""
+    """Train the unfinished runs and print the comparison after every seed."""
     plan = Plan(
         recipe=parsed.recipe,
         out=parsed.out.resolve(),
@@ -165,7 +166,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _run_jobs(parsed: argparse.Namespace, jobs: Sequence[Job]) -> bool:
-    """Run them, or only show them; whether one failed."""
+    """Run the jobs or print their status. Returns whether one failed."""
     out, num_processes = parsed.out.resolve(), parsed.processes or 1
     failed: dict[str, str] = {}
     if not parsed.status:
@@ -187,7 +188,7 @@ def _seeds(parsed: argparse.Namespace) -> range:
 
 
 def _chosen(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:
-    """In the order of the table. Raises ConfigError for a method that is not there."""
+    """Return the chosen methods in the order of the table. Raises ConfigError for an unknown method."""
     known = list(dict.fromkeys(method.key for method in every))
     if unknown := [key for key in wanted or () if key not in known]:
         raise ConfigError(f"unknown methods {', '.join(unknown)}; known: {', '.join(known)}")

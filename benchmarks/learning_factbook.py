@@ -1,7 +1,7 @@
-"""The Factbook task with the real model: every method from one cold start a seed, at equal policy tokens.
+"""The Factbook task with the real model: every method from one cold start per seed, at equal policy tokens.
 
-A run directory a (method, seed) below the output folder. What is finished is not run again, what was begun is
-resumed, and settings that changed in between are refused. ``outrider compare`` reads the same folders.
+Each method and seed has a run directory in the output folder. Finished runs are skipped, started ones are
+resumed, and changed settings are refused. ``outrider compare`` reads the same folders.
 """
 
 import os
@@ -31,8 +31,9 @@ _MANY: Final = 100_000  # steps: the token budget ends a run before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``recipe`` has a cold start and gives all that methods share. ``policy_tokens`` is the budget of every
-    run; None: what the reference method spends in the recipe's steps, seed by seed. ``out`` is absolute.
+    """``recipe`` has a cold start and the settings that all methods share. ``policy_tokens`` is the budget of
+    every run; None: the tokens that the reference method uses in the steps of the recipe, by seed. ``out`` is
+    absolute.
     """
 
     recipe: Path
@@ -42,7 +43,7 @@ class Plan:
     overrides: Sequence[str]
 
     def settings(self) -> RunSettings:
-        """The recipe's own run. Raises ConfigError where it cannot be compared from a common start."""
+        """The settings of the recipe. Raises ConfigError if its runs cannot share a cold start."""
         settings = load_settings(RunSettings, file=self.recipe, overrides=[*_shared_only(self.overrides)])
         if not settings.cold_start.num_examples:
             raise ConfigError(
@@ -59,15 +60,15 @@ class Plan:
         return factbook_methods(settings.algorithm.group_size, settings.rollout.max_response_tokens, own=own)
 
     def folder(self, method: Method, seed: int) -> Path:
-        """The run directory of one training."""
+        """Return the run directory of one training."""
         return self.out / f"{method.key}-{seed}"
 
 
 def train_all(
     plan: Plan, chosen: Sequence[Method], *, launch: Launch, after_seed: Callable[[], None]
 ) -> None:
-    """Run what is not finished, seed by seed. Raises ConfigError before the first run where one of them is
-    not possible.
+    """Run the unfinished trainings by seed. Raises ConfigError before the first run if one has invalid
+    settings.
     """
     require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
@@ -84,7 +85,7 @@ def train_all(
 
 
 def require_possible(plan: Plan, chosen: Sequence[Method]) -> None:
-    """Raises ConfigError where the budget is not known or a method's settings are not possible."""
+    """Raise ConfigError if the budget is unknown or the settings of a method are invalid."""
     if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
         raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
     for method in chosen:
@@ -94,15 +95,16 @@ def require_possible(plan: Plan, chosen: Sequence[Method]) -> None:
 
 
 def compare_all(plan: Plan, chosen: Sequence[Method]) -> Comparison | None:
-    """The finished runs, compared; None while there are fewer than two."""
+    """Compare the finished runs; None if there are fewer than two."""
     runs = [plan.folder(method, seed) for seed in plan.seeds for method in chosen]
     finished = [run for run in runs if is_finished(run)]
     return compare(finished) if len(finished) > 1 else None
 
 
 def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launch: Launch) -> None:
-    """Start, continue or skip one run. Raises ConfigError where it was begun with other settings,
-    OutriderError where it stopped.
+    """Start, continue or skip one run.
+
+    Raises ConfigError if it was started with other settings, and OutriderError if it stopped.
     """
     arguments = owed_arguments(plan, method, seed, budget=budget)
     if arguments is None:
@@ -114,9 +116,9 @@ def complete(plan: Plan, method: Method, seed: int, *, budget: int | None, launc
 
 
 def owed_arguments(plan: Plan, method: Method, seed: int, *, budget: int | None) -> list[str] | None:
-    """What ``outrider train`` needs to start or continue a run; None for a finished one.
+    """Return the arguments of ``outrider train`` that start or continue a run; None if it is finished.
 
-    Raises ConfigError where it was begun with other settings.
+    Raises ConfigError if it was started with other settings.
     """
     run = plan.folder(method, seed)
     recipe, overrides = write_recipe(plan, method), _overrides(plan, method, seed=seed, budget=budget)
@@ -129,9 +131,10 @@ def owed_arguments(plan: Plan, method: Method, seed: int, *, budget: int | None)
 
 
 def factbook_jobs(plan: Plan, chosen: Sequence[Method]) -> list[Job]:
-    """The same runs as jobs: of a seed the cold start first, then, without a given budget, the reference.
+    """Return the same runs as jobs: for each seed the cold start, then the reference unless a budget is
+    given.
 
-    Raises ConfigError where one of them is not possible.
+    Raises ConfigError if one has invalid settings.
     """
     require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
@@ -164,11 +167,11 @@ def _job(plan: Plan, method: Method, seed: int) -> Job:
 def launch_outrider(arguments: Sequence[str]) -> None:
     """``outrider train`` in a process of its own."""
     if subprocess.run([sys.executable, "-m", "outrider", "train", *arguments], check=False).returncode:
-        raise OutriderError("that run failed; once the cause is gone, the same command goes on")
+        raise OutriderError("that run failed; fix the cause and repeat the command to continue")
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the last evaluation of a training is on file (of imitation alone: the one after the cold
+    """Return whether the last evaluation of a training is recorded (for imitation: the one after the cold
     start).
     """
     data = read_run(run)
@@ -180,7 +183,7 @@ def policy_tokens(run: Path) -> int:
     """What a run's policy has written, tips included."""
     totals = [total for _, total in read_run(run).curve("train", "tokens/policy_total") if total is not None]
     if not totals:
-        raise OutriderError(f"{run} does not tell how many tokens its policy wrote")
+        raise OutriderError(f"{run} has no number of policy tokens")
     return int(totals[-1])
 
 
@@ -210,7 +213,7 @@ def _objective(settings: RunSettings) -> Mapping[str, Json]:
 
 
 def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> list[str]:
-    """What a run adds to its recipe: seed, the user's wishes, where it starts and when it ends."""
+    """Return the overrides of a run: seed, the user's overrides, its initial weights and its budget."""
     common = [f"seed={seed}", *plan.overrides]
     if method.key == IMITATION:
         return [*common, "train.num_steps=0"]

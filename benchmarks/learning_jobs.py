@@ -1,9 +1,9 @@
-"""Trainings as processes of one thread each: unattended for hours, stopped and continued at any time, one
-failure stops no other.
+"""Trainings as processes of one thread each, unattended for hours. You can stop and continue them at any
+time, and a failure does not stop the others.
 
-A job holds the lock of its name for as long as its process lives, whoever started it: a second call beside
-the first, or after a parent that was killed, leaves alone what still runs. ``jobs.jsonl`` has what began and
-ended, so that what is left can be estimated.
+A job has the lock of its name as long as its process lives, also after its parent was killed, so that a
+second call does not start it again. ``jobs.jsonl`` records starts and ends, from which the remaining time is
+estimated.
 """
 
 import fcntl
@@ -23,17 +23,17 @@ from outrider.errors import OutriderError
 
 JOURNAL: Final = "jobs.jsonl"
 MAX_ATTEMPTS: Final = 3  # of a process that was killed
-_GRACE_S: Final = 300.0  # for a checkpoint, when all are asked to stop
+_GRACE_S: Final = 300.0  # for checkpoints after a stop request
 _POLL_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training. ``kind`` is what jobs of about one duration have in common: ``task/arena/method``.
+    """One training. ``kind`` is ``task/arena/method``; jobs of one kind have a similar duration.
 
-    ``command`` is asked when it begins (it may depend on what it comes ``after``); it continues what a kill
-    left. ``is_done`` says whether the result is on file. Both raise OutriderError where the folder holds
-    something else.
+    ``command`` is called at the start of the job, because it may depend on the jobs in ``after``; it resumes
+    a killed training. ``is_done`` returns whether the result is recorded. Both raise OutriderError if the
+    folder contains something else.
     """
 
     name: str
@@ -66,9 +66,10 @@ class Runner:
     _num_attempts: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> dict[str, str]:
-        """Run what is not done; failed jobs and their reasons. Raises OutriderError before the first one
-        where a result is another run's, and KeyboardInterrupt, also after SIGTERM, once every process has
-        stopped.
+        """Run the unfinished jobs. Returns failed jobs and their reasons.
+
+        Raises OutriderError before the first job if a result is that of another run, and KeyboardInterrupt,
+        also after SIGTERM, when every process has stopped.
         """
         self._done = {job.name for job in self.jobs if job.is_done()}
         self._waiting = [job for job in self.jobs if job.name not in self._done]
@@ -129,7 +130,7 @@ class Runner:
             except OutriderError as error:
                 is_done, status = False, status or 1
                 self.note(f"{job.name}: {error}")
-            # SIGTERM ends a training in good order, with status 0 and work left.
+            # After SIGTERM, a training exits with status 0 and is not finished.
             was_stopped = not is_done and (
                 status <= 0 or status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             )
@@ -149,7 +150,7 @@ class Runner:
                 self._fail(job, f"{_told(status)}: {last_line(log_file(self.folder, job.name))}")
 
     def _drop_orphans(self) -> None:
-        """Jobs after one that failed, or after one that is none of these, will never begin."""
+        """Drop jobs that depend on a failed or unknown job."""
         names = {job.name for job in self.jobs}
         for job in list(self._waiting):
             if lost := [name for name in job.after if name in self._failed or name not in names]:
@@ -190,13 +191,13 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def last_line(log: Path) -> str:
-    """The last line that says something."""
+    """Return the last line that is not empty."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "no output")
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """Events in their order; a line that a kill tore is left out."""
+    """Return the events in order, without a torn last line."""
     file = folder / JOURNAL
     lines = file.read_text(encoding="utf-8").split("\n") if file.exists() else []
     events = []
@@ -223,7 +224,7 @@ def _lock_file(folder: Path, name: str) -> Path:
 
 
 def _locked(folder: Path, name: str) -> int | None:
-    """A descriptor with the job's lock; None where another process has it."""
+    """Return a descriptor with the lock of the job; None if another process has it."""
     path = _lock_file(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -236,7 +237,9 @@ def _locked(folder: Path, name: str) -> int | None:
 
 
 def _record(folder: Path, event: dict[str, Any]) -> None:
-    with (folder / JOURNAL).open("ab", buffering=0) as stream:  # one write: two calls may share the folder
+    with (folder / JOURNAL).open(
+        "ab", buffering=0
+    ) as stream:  # a single write, because two calls may share the folder
         stream.write(json.dumps(event).encode() + b"\n")
 
 
@@ -246,8 +249,8 @@ def _told(status: int) -> str:
 
 @contextmanager
 def _signals_asked_for() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt once SIGINT or SIGTERM has come: never between a process and
-    its being known.
+    """Yield a function that raises KeyboardInterrupt after SIGINT or SIGTERM, so that no process is started
+    and not registered.
 
     A second signal interrupts at once.
     """

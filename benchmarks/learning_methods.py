@@ -1,4 +1,6 @@
-"""The methods that benchmarks.learning compares, as data: a new method is one more line of the two lists."""
+"""The methods that benchmarks.learning compares, as data: to add a method, add a line to one of the two
+lists.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +9,8 @@ from typing import Final
 
 from outrider.types import Json
 
-BASELINE: Final = "grpo"  # what every other method is compared with
-REFERENCE: Final = "rapo"  # whose policy tokens are the budget of all, where no number is given
+BASELINE: Final = "grpo"  # the reference of comparisons
+REFERENCE: Final = "rapo"  # its policy tokens are the budget of all methods if no number is given
 IMITATION: Final = "sft"  # the cold start alone
 
 TABLE: Final = "its policy is a table, which neither reads nor writes tips"
@@ -16,12 +18,12 @@ TABLE: Final = "its policy is a table, which neither reads nor writes tips"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """``key`` names files, ``name`` is what tables show. ``algorithm`` is the recipe's ``[algorithm]``, less
-    what is shared.
+    """``key`` names files, ``name`` is displayed in tables. ``algorithm`` is ``[algorithm]`` of the recipe
+    without the shared settings.
 
-    All methods of a task share its objective (group size, clip, aggregation), so that they differ in what
-    makes them; with ``own_objective`` the objective is what makes the method, and only the group size is
-    shared. ``undefined`` says on which toys the method has no meaning, and why.
+    All methods of a task share its objective (group size, clip, aggregation), so that they differ in their
+    own features only. With ``own_objective``, the objective is the feature, and only the group size is
+    shared. ``undefined`` maps toys on which the method has no meaning to the reason.
     """
 
     key: str
@@ -31,20 +33,20 @@ class Method:
     undefined: Mapping[str, str] = field(default_factory=dict)
 
     def table(self, shared: Mapping[str, Json]) -> dict[str, Json]:
-        """The whole ``[algorithm]`` table of a task whose shared objective is this."""
+        """Return the complete ``[algorithm]`` table of a task with this shared objective."""
         kept = {"group_size": shared["group_size"]} if self.own_objective else dict(shared)
         table = kept | dict(self.algorithm)
         bounds, own = kept.get("loss"), self.algorithm.get("loss")
         if isinstance(bounds, dict) and isinstance(own, dict):
-            table["loss"] = bounds | own  # its own dual clip, say, beside the shared bounds
+            table["loss"] = bounds | own  # for example, its own dual clip with the shared bounds
         return table
 
 
 def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """Methods for groups of ``group_size`` rollouts of at most ``max_length`` policy tokens, the same on
-    every task.
+    """Return the methods for groups of ``group_size`` rollouts of at most ``max_length`` policy tokens, the
+    same on every task.
 
-    A quarter of ARPO's rollouts begin at the prompt on the toys as in their tests, half on the Factbook as in
+    A quarter of ARPO's rollouts start at the prompt on the toys as in their tests, half on the Factbook as in
     the paper: see :func:`toy_methods` and :func:`factbook_methods`.
     """
     constant: dict[str, Json] = {"aggregation": "constant_length", "max_length": max_length}
@@ -72,8 +74,8 @@ def methods(group_size: int, max_length: int) -> tuple[Method, ...]:
 
 
 def toy_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """Every method of the toy suite. Simulators have state, so RAPO executes what it retrieves; three
-    quarters are hybrid.
+    """Return every method of the toy suite. Simulators have state, so RAPO executes retrieved steps; three
+    quarters of the rollouts are hybrid.
     """
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 4, "num_children": 3, "window": 1}
     threshold: dict[str, Json] = {"decision": "threshold", "threshold": 0.55}
@@ -122,10 +124,10 @@ def rapo_ablations(group_size: int, max_length: int) -> tuple[Method, ...]:
 
 
 def expedition_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """GRPO, RAPO and EMPO² alone, and both in one run.
+    """Return GRPO, RAPO and EMPO² alone, and RAPO and EMPO² in one run.
 
-    Half of the turns are retrieved, and only in the state that they were taken in: a lock is the policy's own
-    decision in every second rewarded rollout, and where no expert went on nothing is retrieved.
+    Half of the turns are retrieved, and only in the state in which they were recorded: in every second
+    rewarded rollout, the policy itself opens a lock, and nothing is retrieved where no expert continued.
     """
     every = {method.key: method for method in toy_methods(group_size, max_length)}
     retrieval: dict[str, Json] = {"mode": "execute", "probability": 0.5, "min_similarity": 0.9}
@@ -149,11 +151,11 @@ def expedition_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
 
 
 def quest_methods(group_size: int, max_length: int) -> tuple[Method, ...]:
-    """GRPO, and RAPO, ARPO and EMPO² alone, in pairs and all three.
+    """Return GRPO, and RAPO, ARPO and EMPO² alone, in pairs and together.
 
-    The first of a group opens the lock itself, the others may retrieve. Forks leave where the entropy is
-    above half of its most. Without branches a group of 128 whole rollouts is more than the budget: the pair
-    that has none is played with groups of 12 too.
+    The first rollouts of a group open the lock themselves, the others may retrieve. Rollouts fork if the
+    entropy is above half of its maximum. Without branches, a group of 128 complete rollouts exceeds the
+    budget, so the pair without branches also runs with groups of 12.
     """
     sections: dict[str, dict[str, Json]] = {
         "RAPO": {"retrieval": {
@@ -192,7 +194,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """What is played on a toy: ``shared`` is the objective of all, ``made`` makes methods for a group size
+    """The methods of a toy: ``shared`` is the common objective, ``made`` creates methods from the group size
     and the longest rollout in turns.
     """
 
@@ -226,10 +228,11 @@ TOY_SUITES: Final[Mapping[str, Suite]] = {
 def factbook_methods(
     group_size: int, max_length: int, *, own: Mapping[str, Json] | None = None
 ) -> tuple[Method, ...]:
-    """Every method of the Factbook task, with the papers' settings scaled to the recipe's group.
+    """Return every method of the Factbook task, with the settings of the papers scaled to the group size of
+    the recipe.
 
-    ``own`` is the recipe's ``[algorithm]`` less the shared objective. It is what RAPO or EMPO² means here
-    where it is one of them.
+    ``own`` is ``[algorithm]`` of the recipe without the shared objective. If it is RAPO or EMPO², it defines
+    the settings of that method.
     """
     mine: dict[str, Json] = dict(own or {})
     halved: dict[str, Json] = {"type": "rapo", "num_hybrid": group_size // 2}

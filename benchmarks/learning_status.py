@@ -1,4 +1,4 @@
-"""What of many trainings is done, and how long the rest takes by what its like has taken."""
+"""Progress of many trainings, and an estimate of the remaining time from similar ones."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from benchmarks.learning_jobs import Job, is_running, read_journal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Of the jobs of one kind. ``seconds_left`` is None where nothing of its like has ended."""
+    """Progress of the jobs of one kind. ``seconds_left`` is None if no similar job has ended."""
 
     kind: str
     num_done: int
@@ -25,7 +25,9 @@ class Progress:
 
 
 def progress(jobs: Sequence[Job], folder: Path) -> list[Progress]:
-    """One row a kind, in the order of the jobs. Raises OutriderError where a result is another run's."""
+    """Return a row per kind, in the order of the jobs. Raises OutriderError if a result is that of another
+    run.
+    """
     events = read_journal(folder)
     spent: dict[str, float] = {}
     last: dict[str, dict[str, object]] = {}
@@ -91,7 +93,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _typical(kind: str, seconds: dict[str, float], kinds: dict[str, str]) -> float | None:
-    """Median of what has ended of the kind; else of the nearest kinds above it: a toy's other methods, then
+    """Return the median duration of the kind, or else of the nearest kinds: other methods of the toy, then
     other toys.
     """
     above = kind

@@ -28,13 +28,13 @@ from outrider.evaluation.statistics import (
 if TYPE_CHECKING:  # torch: the figures' check reads tables without it
     from tests.toy_result import Result
 
-DECIMALS: Final = 3  # of an expected return: what a table does not show is a tie
+DECIMALS: Final = 3  # of an expected return: smaller differences are ties
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A method against the baseline. ``improvement`` is the chance that one of its runs ends higher, ties
-    counting one half.
+    """A method compared with the baseline. ``improvement`` is the probability that one of its runs ends
+    higher; ties count one half.
     """
 
     improvement: Estimate
@@ -44,8 +44,8 @@ class Standing:
 def toy_table(
     chosen: Sequence[Method], results: "Mapping[str, Mapping[int, Result]]", *, toy: str, num_seeds: int
 ) -> str:
-    """One toy: exact expected returns over seeds. A method without a meaning there has a row that says
-    why.
+    """Return the table of a toy: exact expected returns over seeds. Rows of methods without a meaning give
+    the reason.
     """
     header = (
         "method", "seeds", "mean", "interquartile mean", "lowest, highest", "policy tokens",
@@ -68,11 +68,11 @@ def toy_table(
 
 
 def toy_standings(results: "Mapping[str, Mapping[int, Result]]", *, num_seeds: int) -> dict[str, Standing]:
-    """Every method against the baseline, over seeds.
+    """Compare every method with the baseline, over seeds.
 
     A seed is a toy of its own (its combination is drawn from it) and the same for all methods, so the paired
-    test runs over seeds where :func:`~outrider.evaluation.statistics.verdict` speaks of tasks, and no other
-    test over seeds is asked for. Holm's correction is over all methods of the toy.
+    test of :func:`~outrider.evaluation.statistics.verdict` runs over seeds instead of tasks. Holm's
+    correction includes all methods of the toy.
     """
     samples = {key: _sample(key, found) for key, found in results.items() if found}
     base = samples.get(BASELINE)
@@ -200,16 +200,14 @@ def _names(chosen: Sequence[Method], comparison: Comparison) -> dict[str, str]:
 
 
 def _of_pair(pair: Pair, *, is_first: bool) -> Standing:
-    """A pair as the method sees it, whichever side it stands on."""
+    """Return a pair from the point of view of the method."""
     chance = pair.improvement
     turned = Estimate(value=1 - chance.value, low=1 - chance.high, high=1 - chance.low)
     return Standing(improvement=chance if is_first else turned, verdict=pair.verdict)
 
 
 def _against(standing: Standing | None, names: Mapping[str, str]) -> tuple[str, str]:
-    """The last two cells; ``names`` gives what samples are called in verdicts the name that the table
-    shows.
-    """
+    """Return the last two cells; ``names`` maps names of samples in verdicts to names in the table."""
     if standing is None:
         return "", ""
     found = standing.verdict

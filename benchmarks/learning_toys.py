@@ -1,8 +1,7 @@
-"""The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py), every method on
-each of them, an expedition that needs two methods in one run and a quest that needs all three.
+"""The toy suite: RAPO's lock, ARPO's corridor and EMPO²'s hidden object (tests/toys*.py) with every method,
+an expedition that needs two methods in one run and a quest that needs all three.
 
-One result file a (toy, method, seed). A file is written whole or not at all, and what is there is not played
-again.
+Each toy, method and seed has a result file. Files are written atomically, and finished trainings are skipped.
 """
 
 import json
@@ -38,18 +37,18 @@ from outrider.training.settings import AlgorithmSettings, ColdStartSettings, Run
 from outrider.training.setup import make_algorithm
 from outrider.types import Task
 
-NUM_PASSES: Final = 100  # of imitation over the expert's one rollout
+NUM_PASSES: Final = 100  # of imitation of the single rollout of the expert
 
 
 class _Assembled(ToyRun):
-    """A toy that runs whatever the trainer can assemble from settings."""
+    """A toy that runs any algorithm that the trainer can build from settings."""
 
     def _algorithm(self, settings: Any) -> Any:
         if isinstance(settings, LuffySettings):
             return Luffy(settings, paths=expert_paths(self))
         run = RunSettings(
             seed=self.toy.seed,
-            # any simulator: where actions change state, retrieved ones are executed
+            # a simulator: actions change its state, so retrieved ones are executed
             environment=WebShopConfig(),
             algorithm=settings,
             train=TrainSettings(num_steps=1, tasks_per_step=1),
@@ -58,7 +57,7 @@ class _Assembled(ToyRun):
         return make_algorithm(run, self.buffer, vocabulary_size=actions, stateful=True, count_tokens=len)
 
     def scheduler(self, *, training: bool) -> Any:
-        """LUFFY's demonstrations are the expert's own rollouts; evaluation has none."""
+        """Return the scheduler. LUFFY's demonstrations are rollouts of the expert; evaluations have none."""
         own = super().scheduler(training=training)
         return (
             Demonstrated(own, self, self.algorithm.paths)
@@ -94,7 +93,7 @@ class Arena:
         return TOY_SUITES[self.name].methods(self.toy(0).num_turns)
 
     def settings(self, method: Method) -> AlgorithmSettings:
-        """The method's settings here. Raises ConfigError for a table that is none."""
+        """Return the settings of the method for this toy. Raises ConfigError for an invalid table."""
         return validate(_Chosen, {"algorithm": method.table(TOY_SUITES[self.name].shared)}).algorithm
 
 
@@ -145,9 +144,7 @@ def play(arena: Arena, method: Method, *, seed: int, max_policy_tokens: int) -> 
 
 
 def imitate(run: ToyRun) -> Result:
-    """The library's cold start on the expert's rollouts: what they alone teach, with no token of the policy's
-    own.
-    """
+    """Run the cold start of the library on the rollouts of the expert, without policy tokens."""
 
     def expert(task: Task) -> Any:
         return expert_trajectory(task, run.factory(task)).steps
@@ -184,17 +181,17 @@ def imitate(run: ToyRun) -> Result:
 
 
 def result_path(out: Path, arena: Arena, method: Method, seed: int) -> Path:
-    """Where the result of one training is."""
+    """Return the result file of one training."""
     return out / "toys" / arena.name / f"{method.key}-{seed}.json"
 
 
 def load_result(
     out: Path, arena: Arena, method: Method, seed: int, *, max_policy_tokens: int
 ) -> Result | None:
-    """A finished training, None where there is none.
+    """Return a finished training, or None.
 
-    Raises ConfigError where the file is that of other settings or another budget, DataError where it cannot
-    be read.
+    Raises ConfigError if the file is that of other settings or another budget, and DataError if it cannot be
+    read.
     """
     path = result_path(out, arena, method, seed)
     if not path.exists():
@@ -216,7 +213,7 @@ def load_result(
 def save_result(
     out: Path, arena: Arena, method: Method, seed: int, result: Result, *, max_policy_tokens: int
 ) -> None:
-    """Write what was played with what it was played with."""
+    """Write a result with its settings."""
     path = result_path(out, arena, method, seed)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.partial")
@@ -235,7 +232,7 @@ def play_all(
     only_load: bool = False,
     note: Callable[[str], None],
 ) -> dict[str, dict[int, Result]]:
-    """The results by method and seed; what is not there is played unless ``only_load``. Undefined methods
+    """Return the results by method and seed, and run missing ones unless ``only_load``. Undefined methods
     have none.
     """
     results: dict[str, dict[int, Result]] = {}
@@ -255,8 +252,8 @@ def play_all(
 def toy_jobs(
     out: Path, arena: Arena, chosen: Sequence[Method], *, seeds: Sequence[int], max_policy_tokens: int
 ) -> list[Job]:
-    """The trainings of :func:`play_all` as jobs: a method's seeds are one process, which takes longer to
-    begin than a seed to play.
+    """Return the trainings of :func:`play_all` as jobs. The seeds of a method share a process, which takes
+    longer to start than a seed to train.
     """
     defined = [method for method in chosen if arena.name not in method.undefined]
     return [_job(out, arena, method, seeds, max_policy_tokens) for method in defined]
@@ -287,7 +284,7 @@ def _job(out: Path, arena: Arena, method: Method, seeds: Sequence[int], max_poli
 
 
 def _identity(arena: Arena, method: Method, seed: int, max_policy_tokens: int) -> dict[str, Any]:
-    """What decides a result, as JSON gives it back. Imitation spends no policy tokens."""
+    """Return the settings that determine a result, as JSON values. Imitation uses no policy tokens."""
     settings: Any = None if method.key == IMITATION else arena.settings(method)
     identity = {
         "toy": arena.name,

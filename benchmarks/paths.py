@@ -1,8 +1,8 @@
-"""What the unpacked path costs beside the packed one: a model that both compute exactly, on each in turn.
+"""Cost of the unpacked path compared with the packed one, for a model that both compute exactly.
 
     python -m benchmarks.paths [--model smollm2-135m-instruct] [--record records/paths.json]
 
-Requests are asked for one at a time, and all at once; an update is a forward and a backward pass over the
+Requests are generated one at a time, and all at once; an update is a forward and a backward pass over the
 rollouts. One thread, float32; the table has medians of processor seconds, and the median ratio of pairs.
 """
 
@@ -34,7 +34,7 @@ _NUM, _PROMPT, _NEW = 8, 128, 32
 
 
 def requests_of(model: LanguageModel, *, num: int, prompt: int, new: int, seed: int = 0) -> list[Request]:
-    """Rollouts of one random prompt, which end at their last token and no sooner."""
+    """Return requests with one random prompt, which generate all of their tokens."""
     dice = torch.Generator().manual_seed(seed)
     top = min(90, int(model.model.config.get_text_config().vocab_size))
     ids = tuple(torch.randint(3, top, (prompt,), generator=dice).tolist())
@@ -52,7 +52,7 @@ def endless(model: LanguageModel) -> LanguageModel:
 def written_by(
     model: LanguageModel, *, num: int, prompt: int, new: int, seed: int = 0
 ) -> tuple[list[Request], list[Generation]]:
-    """The requests, and what the model's engine writes for them."""
+    """Return the requests and the generations of the model's engine."""
     asked = requests_of(model, num=num, prompt=prompt, new=new, seed=seed)
     return asked, make_engine(endless(model)).generate(asked)
 
@@ -78,7 +78,7 @@ def works(model: LanguageModel) -> dict[str, Callable[[], None]]:
     policy = Policy(model, OptimizerSettings())
 
     def engine() -> Engine:
-        return make_engine(endless(model))  # without what another run has computed
+        return make_engine(endless(model))  # without a cache of another run
 
     def one_by_one() -> None:
         playing = engine()
@@ -97,7 +97,7 @@ def works(model: LanguageModel) -> dict[str, Callable[[], None]]:
 
 
 def rows(name: str, *, num_pairs: int) -> Iterator[tuple[str, ...]]:
-    """A row a kind of work; the two paths take turns."""
+    """Yield a row per kind of work; the two paths alternate."""
     both = [works(load_model(name, precision="float32", forward=forward)) for forward in PATHS]
     for what in both[0]:
         times: list[tuple[float, ...]] = [
@@ -109,7 +109,7 @@ def rows(name: str, *, num_pairs: int) -> Iterator[tuple[str, ...]]:
 
 
 def _seconds(work: Callable[[], None]) -> float:
-    began = time.process_time()  # one thread: what else the machine does is not in it
+    began = time.process_time()  # processor time of one thread, without other processes
     work()
     return time.process_time() - began
 

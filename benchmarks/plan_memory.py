@@ -1,13 +1,13 @@
-"""What ``outrider plan`` says of a trainer's memory beside what a process really holds at its peak.
+"""Compares the memory of a trainer according to ``outrider plan`` with the measured peak of a process.
 
     python -m benchmarks.plan_memory [--quick]
 
-Each row is a model of random weights in a process of its own: two updates over four groups of eight rollouts,
-in several micro-batches, on a CPU with one thread. The peak is Linux's VmHWM, less the resident memory before
-the model is loaded: interpreter, libraries, and the same two updates with a tiny model. Plan's number is
-its sum with its margin of 1.1; the 2 GB of a GPU's context are not in it. Rows with two ranks are the larger
-of two processes that meet over gloo. malloc gives blocks of more than 64 KiB back (MALLOC_MMAP_THRESHOLD_),
-so that what is freed is not counted.
+Each row is a model of random weights in its own process: two updates over four groups of eight rollouts, in
+several micro-batches, on a CPU with one thread. The peak is Linux's VmHWM minus the resident memory before
+the model is loaded: interpreter, libraries, and the same two updates with a tiny model. The plan is its sum
+with the margin of 1.1, without the 2 GB of a GPU's context. Rows with two ranks have the larger of two
+processes that communicate over gloo. malloc returns blocks of more than 64 KiB (MALLOC_MMAP_THRESHOLD_), so
+that freed memory is not counted.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def save_model(folder: Path, **shape: Any) -> Path:
 
 
 def measure(job: Job, folder: Path, tiny: Path) -> Row:
-    """Run it. Raises RuntimeError with the end of what a process that failed has written."""
+    """Run the job. Raises RuntimeError with the last output of a failed process."""
     shape = find_shape(str(folder))
     planned = rank_bytes(
         shape,
@@ -163,7 +163,7 @@ def _peak(process: "subprocess.Popen[str]") -> int:
 
 
 def rows(jobs: tuple[Job, ...]) -> Iterator[Row]:
-    """All jobs, one after the other, each model written once."""
+    """Yield the rows of all jobs in order; each model is written once."""
     with tempfile.TemporaryDirectory() as place:
         tiny = save_tiny_model(Path(place) / "tiny")
         folders = {

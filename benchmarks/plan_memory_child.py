@@ -1,4 +1,5 @@
-"""One process that holds a model of random weights and computes one update; its peak of resident memory.
+"""One process with a model of random weights that computes one update and reports its peak of resident
+memory.
 
 Called by ``plan_memory.py``: ``python -m benchmarks.plan_memory_child JOB.json RANK [PORT]``.
 """
@@ -29,7 +30,7 @@ def resident(kind: str) -> int:
 
 
 def forget_peak() -> None:
-    """Linux: VmHWM begins anew."""
+    """Reset VmHWM (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -44,7 +45,7 @@ def lora_of(job: dict[str, Any]) -> LoraSettings | None:
 
 
 def alone(job: dict[str, Any], folder: str) -> Any:
-    """A policy in this process, and its reference, where the job has one."""
+    """Return a policy in this process, and its reference if the job has one."""
     model = load_model(folder, precision=job["precision"])
     policy = Policy(
         model, OptimizerSettings(), lora=lora_of(job), trained_layers=job["trained_layers"],
@@ -96,7 +97,7 @@ def train(job: dict[str, Any], folder: str, rank: int) -> None:
 def main() -> None:
     job, rank = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
     set_threads(1)
-    # Libraries, thread pools and the code of all operations are not what plan counts.
+    # Plan does not count libraries, thread pools and code.
     train({**job, "ranks": 1, "trained_layers": None}, job["tiny"], 0)
     before = resident("VmRSS")
     forget_peak()

@@ -1,9 +1,9 @@
-"""What the records of version 2 cost beside those of version 1: time of a training step, and bytes on disk.
+"""Cost of records of version 2 compared with version 1: time of a training step, and bytes on disk.
 
     python -m benchmarks.records [--steps 3] [--recipe recipes/demo.toml] [KEY=VALUE ...]
 
-One run of the recipe without cold start and evaluations. At the end of every step its rollouts are written in
-both versions, one after the other, and what version 2 takes out of the update is timed where it is taken.
+One run of the recipe without cold start and evaluations. At the end of every step, its rollouts are written
+in both versions, and the time that version 2 takes inside the update is measured there.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
 from outrider.training.step_records import RecordFiles
 
-OLD = 16  # columns of version 1, which come first
+OLD = 16  # columns of version 1, which are first
 ALONE = [
     "cold_start.num_examples=0",
     "evaluation.at_start=false",
@@ -42,7 +42,7 @@ ALONE = [
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds of one step, by what they went into."""
+    """Seconds of one step by purpose."""
 
     taken: float = 0.0  # out of the update
     written: list[tuple[float, float]] = field(default_factory=list)  # by step: version 2 in all, version 1
@@ -63,7 +63,7 @@ def watched(clock: Clock, scratch: Path) -> Iterator[None]:
     write = RecordFiles.write_step
 
     def both(self: RecordFiles, parts: Any, traces: Sequence[Trace], values: Any, *, step: int) -> None:
-        old = before(parts, traces, step) if step % 2 else 0.0  # whoever comes first finds caches cold
+        old = before(parts, traces, step) if step % 2 else 0.0  # the first one has cold caches
         began = time.perf_counter()
         write(self, parts, traces, values, step=step)
         new = time.perf_counter() - began

@@ -1,9 +1,9 @@
-"""How many held-out tasks of an evaluation got the same answers, whatever was asked:
+"""How many held-out tasks of an evaluation have the same answers, independently of the question:
 
     python -m benchmarks.same_answers RUN ... --words billing,shipping,returns urgent,normal
 
-A policy that drifts towards one answer scores as often as that answer is right, and has not learned to read.
-Of each turn the first of its words counts that stands in it. One line a run.
+A policy that converges to one answer scores as often as that answer is right, without learning to read. The
+first of the words in each turn counts. Prints one line per run.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def most_common(file: Path, words: Sequence[Sequence[str]]) -> tuple[int, tuple[
 
 
 def first_of(text: str, words: Sequence[str]) -> str:
-    """The word that comes first in the text; empty where none does."""
+    """Return the word that occurs first in the text; empty if none occurs."""
     return min(((text.find(one), one) for one in words if one in text), default=(0, ""))[1]
 
 

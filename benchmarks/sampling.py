@@ -63,8 +63,8 @@ def example_logits(num_rows: int, *, size: int = VOCABULARY) -> torch.Tensor:
 
 
 def num_changed(rule: Rule, logits_BV: torch.Tensor, *, noise: float, num_rounds: int) -> int:
-    """Draws (one a row and round) that become another id when every logit is multiplied with 1 + ``noise``
-    times a normal number.
+    """Return the number of draws (one per row and round) that change if every logit is multiplied by 1 +
+    ``noise`` times a normal number.
     """
     moved_BV = logits_BV * (
         1 + noise * torch.randn(logits_BV.shape, generator=torch.Generator().manual_seed(1))
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--draws", type=int, default=2_048)
     parser.add_argument(
-        "--model", help="time whole generations with it too (48 new tokens behind 32, float32)"
+        "--model", help="also time complete generations with it (48 new tokens after 32, float32)"
     )
     arguments = parser.parse_args()
     set_threads(1, device="cpu")  # processor time of several threads would count their waiting

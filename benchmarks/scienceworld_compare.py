@@ -1,17 +1,17 @@
-"""EMPO² beside GRPO on one ScienceWorld task, from one cold start a seed, at an equal number of policy
-tokens. Needs Java.
+"""EMPO² and GRPO on one ScienceWorld task, from one cold start per seed, at an equal number of policy tokens.
+Needs Java.
 
     python benchmarks/scienceworld_compare.py --out runs/scienceworld [--seeds 2] [--first-seed 0]
                                               [--variations 6]
                                               [--recipe recipes/scienceworld-cpu.toml] [key=value ...]
 
 A cold start imitates the walkthroughs of training variations. EMPO² and GRPO then train on the first
-``--variations`` of them, few enough that a task comes again and finds its own tips: the memory is one a task
-and ranks by score, whatever the recipe's. They are measured on test variations without tips; GRPO stops after
-the step that reaches EMPO²'s policy tokens, its tips counted. Every run is resumable: a second call continues
-where the first was stopped. Prints Markdown: mean returns (the simulator's score times ``reward_scale``) with
-bootstrap intervals over the variations, success with Wilson's, and costs. Two processes with different
-``--first-seed`` may share a folder; a last call prints all seeds.
+``--variations`` of them, few enough that a task recurs and has its own tips: one memory per task, ranked by
+score, whatever the recipe sets. They are evaluated on test variations without tips; GRPO stops after the step
+that reaches EMPO²'s policy tokens, including its tips. Repeat the command to continue stopped runs. Prints
+Markdown: mean returns (the simulator's score times ``reward_scale``) with bootstrap intervals over the
+variations, success with Wilson intervals, and costs. Two processes with different ``--first-seed`` may share
+a folder; a last call prints all seeds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from outrider.printing import score
 from outrider.rollout.evaluate import interval
 
 AFTER_COLD_START: Final = "after cold start"
-# few variations, each played several times
+# few variations, each several times
 PER_TASK: Final = ("algorithm.memory.scope=task", "algorithm.memory.rank=score")
 GRPO: Final = ("algorithm.memory_probability=0", "algorithm.intrinsic_coefficient=0")
 
@@ -78,7 +78,7 @@ def folder(out: Path, name: str, seed: int) -> Path:
 
 
 def panel(out: Path, seeds: Sequence[int]) -> str:
-    """What all evaluations were played on. Raises SystemExit where they were not played on the same."""
+    """Return the tasks of all evaluations. Raises SystemExit if they differ."""
     runs = [folder(out, name, seed) for name in ("cold", "empo2", "grpo") for seed in seeds]
     played = {
         (one["panel_hash"], one["num_tasks"], one["temperature"]) for run in runs for one in evaluations(run)
@@ -96,7 +96,7 @@ def panel(out: Path, seeds: Sequence[int]) -> str:
 
 
 def scores(out: Path, seeds: Sequence[int]) -> str:
-    """Return and success of every seed, and their means where there are several."""
+    """Return return and success of every seed, and their means if there are several."""
     head = ["seed", "before", AFTER_COLD_START, "after EMPO² (policy tokens)", "after GRPO (policy tokens)"]
     rows, found = [], []
     for seed in seeds:

@@ -1,12 +1,12 @@
-"""What an update computes of the rollouts on file: every rollout by itself, shared nodes once, and the same
-text once.
+"""Tokens that an update computes for recorded rollouts: every rollout by itself, shared nodes once, and equal
+texts once.
 
     python -m benchmarks.shared_tokens RUN [RUN ...]
 
-A prompt and what branches share is one node of a group's tree. Siblings that wrote, saw or retrieved the same
-behind the same have nodes of their own, which packing merges (``outrider.training.packing``). Texts other
-than the policy's are counted by the tokenizer of the run's model. Groups without signal are counted too,
-which an update leaves out.
+A prompt and the prefix that forks share are nodes of the tree of a group. Siblings with equal texts after
+equal texts have nodes of their own, which packing merges (``outrider.training.packing``). Texts that the
+policy did not write are counted with the tokenizer of the run's model. Groups without signal are included,
+although an update skips them.
 """
 
 import argparse
@@ -26,8 +26,8 @@ HEADER = ("run", "steps", "every rollout", "shared nodes once", "the same text o
 
 
 def counted(rows: Sequence[TraceRow], tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Tokens of the groups of a step: summed over rollouts, over nodes, and over different texts behind the
-    same texts.
+    """Return the tokens of the groups of a step: summed over rollouts, over nodes, and over different texts
+    after equal texts.
     """
     sizes: dict[str, int] = {}
 

@@ -1,16 +1,15 @@
-"""Ten thousand rollouts in which everything breaks, in one process: does it hold on to memory, processes,
-threads, ports or files?
+"""Ten thousand rollouts with every kind of fault in one process: does it leak memory, processes, threads,
+ports or files?
 
     python -m benchmarks.soak [--rollouts 10000] [--each 500] [--cases arpo empo2] [--out runs/soak]
 
-Whole runs of the trainer with a tiny model, one after another, each case in its turn
+Complete runs of the trainer with a tiny model, one after another, with alternating cases
 (tests/training/whole_runs.py; the Python tool with real servers). Tools, environments and engine fail at
 random (soak_faults.py). soak.jsonl records the resources of the process after every ``--every`` rollouts and
-at the end of every run, when all of them must be released.
-The same command continues, with a warm-up of its own. Ends with tables, and with status 1 where what is held
-behind a run has grown after the warm-up: memory by 2 % or more, anything else at all. The warm-up is two runs
-of every case: pools of native threads (Arrow's, torch's) begin a thread when work first waits for one, and
-allocators keep what the largest run has needed.
+at the end of every run, when all of them must be released. The same command continues, with a warm-up of its
+own. Prints tables, and exits with status 1 if the resources after a run have grown after the warm-up: memory
+by 2 % or more, anything else at all. The warm-up is two runs of every case: pools of native threads (Arrow's,
+torch's) start a thread when work first waits for one, and allocators keep what the largest run has needed.
 """
 
 import argparse
@@ -69,7 +68,7 @@ class Soak:
         self.process = 1 + max((one["process"] for one in self.done), default=-1)
 
     def play(self, number: int, case: str, num_steps: int) -> None:
-        """One run from its beginning to its end; what an earlier process left of it goes."""
+        """Run once from start to end, and remove the files of an earlier process."""
         run = self.out / "run"
         shutil.rmtree(run, ignore_errors=True)
         faults, self.counts, self.num_rollouts = Faults(f"soak {number} {self.process}"), Counter(), 0
@@ -86,7 +85,7 @@ class Soak:
 
     @contextmanager
     def _broken(self, faults: Faults, number: int, case: str) -> Iterator[None]:
-        """Within it every run of this process is made of parts that break, and is watched."""
+        """Within the context, every run of this process has faulty parts and is observed."""
         build = start.build
 
         def broken(*arguments: Any, **named: Any) -> Components:
@@ -113,7 +112,7 @@ class Soak:
             yield
 
     def write(self, number: int, case: str, where: str, **more: Any) -> None:
-        """One line with what is held now."""
+        """Write a line with the current resources."""
         gc.collect()
         line = {
             "process": self.process,
@@ -137,7 +136,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--each", type=int, default=500, help="of one run, rounded up to whole training steps"
     )
-    parser.add_argument("--every", type=int, default=250, help="between two looks at a run that goes on")
+    parser.add_argument("--every", type=int, default=250, help="between two measurements during a run")
     parser.add_argument("--out", type=Path, default=Path("runs/soak"))
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=DEFAULT_CASES)
     arguments = parser.parse_args(given)
@@ -168,13 +167,13 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def behind(done: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines written when a run had given back what it held."""
+    """Return the lines written after runs had released their resources."""
     return [one for one in done if one["where"] == "closed"]
 
 
 def growths(done: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By what is held: the largest growth in any process, behind runs, from the end of its warm-up on; 0
-    where there was no more.
+    """Return the largest growth of each resource in any process, after runs, since the end of its warm-up; 0
+    if there was none.
     """
     closed, found = behind(done), Counter(dict.fromkeys(("memory_mib", *_COUNTED), 0.0))  # type: Any, Any
     for process in {one["process"] for one in closed}:
@@ -189,7 +188,7 @@ def growths(done: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(done: Sequence[Mapping[str, Any]]) -> str:
-    """One row a run: what was held while it ran (the most) and behind it."""
+    """Return a table with a row per run: the most resources while it ran, and those after it."""
     rows, total = [], 0
     for one in behind(done):
         total += one["rollouts"]
@@ -219,11 +218,11 @@ def table(done: Sequence[Mapping[str, Any]]) -> str:
         "open files",
         "temporary files",
     )
-    return "most while it runs / behind it\n\n" + markdown(header, rows)
+    return "most during / after the run\n\n" + markdown(header, rows)
 
 
 def causes(done: Sequence[Mapping[str, Any]]) -> str:
-    """How rollouts ended, and what was made to break."""
+    """Return a table of outcomes and of injected faults."""
     kinds = ("outcomes", "faults")
     sums = {kind: sum((Counter(one[kind]) for one in behind(done)), Counter()) for kind in kinds}
     return "\n".join(
@@ -232,11 +231,11 @@ def causes(done: Sequence[Mapping[str, Any]]) -> str:
 
 
 def growth_table(grown: Mapping[str, float]) -> str:
-    """One row: what has grown after the warm-up."""
+    """Return a table of the growth after the warm-up."""
     cells = [
         f"{100 * value:.2f} %" if name == "memory_mib" else f"{value:g}" for name, value in grown.items()
     ]
-    return "growth behind runs after the warm-up\n\n" + markdown(
+    return "growth between runs after the warm-up\n\n" + markdown(
         [name.replace("_mib", "") for name in grown], [cells]
     )
 

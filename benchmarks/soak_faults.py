@@ -30,7 +30,7 @@ _PROGRAMS: Final = (
 
 @dataclass(slots=True)
 class Faults:
-    """Draws what breaks, and counts it by name."""
+    """Draws faults and counts them by name."""
 
     seed: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -50,8 +50,8 @@ class Faults:
         return self._draws.choice(among)
 
     def around(self, call: str) -> None:
-        """What any call of an environment may do instead of its work: raise what it may, or may not, or be
-        slow.
+        """Called in place of a call of an environment: may raise a documented or an undocumented exception,
+        or be slow.
         """
         kinds: dict[str, Callable[[], BaseException]] = {
             "tool fault": lambda: ToolFault("soak"),

@@ -1,4 +1,4 @@
-"""What a process holds: memory, processes, threads, ports, open files, temporary files. Read from /proc
+"""Resources of a process: memory, processes, threads, ports, open files, temporary files. Reads /proc
 (Linux).
 """
 
@@ -31,7 +31,7 @@ class Held:
 
 
 def held(*, temporary: Path) -> Held:
-    """What this process holds now; ``temporary`` is the folder where its temporary files go."""
+    """Return the current resources of this process; ``temporary`` is the folder of its temporary files."""
     pages = int((_PROC / "self" / "statm").read_text().split()[1])
     below = descendants(os.getpid())
     return Held(
@@ -45,9 +45,7 @@ def held(*, temporary: Path) -> Held:
 
 
 def descendants(pid: int) -> list[int]:
-    """Processes that this one has started, and those that they have; without what has ended and waits to be
-    asked for.
-    """
+    """Return all child processes recursively, without those that have ended and were not waited for."""
     parents: dict[int, int] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
@@ -64,7 +62,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def growth(values: Sequence[float]) -> float:
-    """The largest of the later values against the first one, as a share; 0 for fewer than two."""
+    """Return the largest later value relative to the first one; 0 for fewer than two values."""
     return max(values[1:]) / values[0] - 1 if len(values) > 1 else 0.0
 
 
@@ -79,5 +77,5 @@ def _open_files(pid: int) -> list[str]:
         try:
             found.append(os.readlink(f"{folder}/{name}"))
         except OSError:
-            continue  # closed since, as the one that lists the folder
+            continue  # closed meanwhile, for example the one that lists the folder
     return found

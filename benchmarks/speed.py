@@ -1,12 +1,12 @@
-"""Generation and update speed beside what a user would take instead: same model, prompts and machine, in one
+"""Generation and update speed compared with the usual alternatives: same model, prompts and machine, in one
 run.
 
     python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu]
         [--vllm .venv-vllm/bin/python [--compiled]]
 
-The sides take turns, so that a slow minute of the machine hits all of them. Prints medians of new tokens a
-second with their ratio to plain ``generate``, of trained tokens a second with their ratio to the padded
-computation, and the log-prob gaps.
+The sides alternate, so that a slow minute of the machine affects all of them. Prints medians of new tokens
+per second with their ratio to plain ``generate``, of trained tokens per second with their ratio to the padded
+computation, and the log-prob mismatches.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> None:
-    """What a log-prob and a sequence depend on beside the request: the trainer, the batch, the processor."""
+    """Measure how log-probs and sequences depend on the trainer, the batch and the processor."""
     new = arguments.gap_tokens
     values = trainer_gap(ours, new)
     print(
@@ -141,7 +141,7 @@ def generation(
         runs = {side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}
         rates = alternate(runs, arguments.repeats, device=arguments.device)
         table.add_row(name, *against(rates, "generate, dynamic"))
-        print(name, rates, flush=True)  # a row as soon as it is known: the whole takes a while
+        print(name, rates, flush=True)  # print each row at once, because the table takes a while
     Console().print(table)
     for one in sides.values():
         one.close()
@@ -150,7 +150,7 @@ def generation(
 def updates(
     title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace
 ) -> None:
-    """The plain side has float32 weights, with autocast where the working precision is lower."""
+    """Compare updates. The plain side has float32 weights, and autocast for a lower working precision."""
     plain = plain_model(folder, torch.float32, arguments.device)
     for model in (plain, ours.model):
         model.model.layers = model.model.layers[: arguments.layers]

@@ -1,4 +1,4 @@
-"""Rates of several sides that take turns, so that a slow minute of the machine hits all of them."""
+"""Rates of several alternating sides, so that a slow minute of the machine affects all of them."""
 
 import statistics
 import time
@@ -14,8 +14,8 @@ def alternate(
     device: str,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median rate of every side; the first round warms up. A GPU is waited for: what one side queued is not
-    the other's time.
+    """Return the median rate of every side; the first round is a warm-up. A GPU is synchronised, so that the
+    work of one side is not counted for the other.
     """
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(repeats + 1):

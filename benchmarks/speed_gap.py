@@ -1,8 +1,7 @@
-"""How far the engine's log-probs are from the trainer's, and from its own in another batch or on another
+"""Mismatch of the engine's log-probs with the trainer's, and with its own in another batch or on another
 processor.
 
-python benchmarks/speed_gap.py MODEL PRECISION THREADS NEW RULE   (what speed.py starts as its lesser
-processor)
+python benchmarks/speed_gap.py MODEL PRECISION THREADS NEW RULE   (started by speed.py as an older processor)
 """
 
 import json
@@ -47,7 +46,7 @@ def _random_prompts(num: int) -> list[list[int]]:
 
 
 def _questions(lm: LanguageModel, num: int) -> list[list[int]]:
-    """What a model is asked in use."""
+    """Return typical questions."""
     renderer = ChatRenderer(lm.tokenizer)
     asked = [
         f"A train leaves at {i % 12 + 1} o'clock and needs {i + 7} minutes. When does it arrive, and why?"
@@ -76,14 +75,14 @@ def trainer_gap(lm: LanguageModel, new: int) -> torch.Tensor:
 
 
 def drawing(*, inverse_cdf: bool) -> AbstractContextManager[object]:
-    """The engine's own rule of sampling, or the one that it had before."""
+    """Select the current sampling rule of the engine, or the previous one."""
     return patch.object(local, "sample", sampling.inverse_cdf) if inverse_cdf else nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
     """The largest difference of a log-prob in nats over the tokens before the first different one, and the
-    sequences that differ.
+    number of different sequences.
     """
 
     largest: float
@@ -109,9 +108,7 @@ def compared(ours: Sequence[Written], theirs: Sequence[Written]) -> Gap:
 
 
 def written_together(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
-    """What every request (random tokens, questions) writes beside all others of its kind; no sequence ends
-    early.
-    """
+    """Generate all requests of a kind (random tokens, questions) in one batch; no sequence ends early."""
     engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
     return {
         kind: [_written(one) for one in engine.generate(requests)]
@@ -120,9 +117,7 @@ def written_together(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
 
 
 def written_alone(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
-    """The same requests one by one; one without a cache key leaves nothing behind, so each is computed
-    anew.
-    """
+    """Generate the same requests one by one; without cache keys, nothing is reused."""
     engine = LocalEngine(replace(lm, eos_token_ids=frozenset(), eos_texts=()))
     return {
         kind: [_written(engine.generate([request])[0]) for request in requests]
@@ -133,9 +128,7 @@ def written_alone(lm: LanguageModel, new: int) -> dict[str, list[Written]]:
 def written_elsewhere(
     model: str, precision: str, threads: int, new: int, *, inverse_cdf: bool
 ) -> dict[str, list[Written]]:
-    """What :func:`written_together` gives on a lesser processor: another process whose libraries keep to
-    older instructions.
-    """
+    """Generate like :func:`written_together` in another process, whose libraries use older instructions."""
     command = [
         sys.executable,
         __file__,

@@ -1,5 +1,5 @@
-"""Generation workloads of ``speed.py`` and who plays them: plain transformers, Outrider, vLLM in a process of
-its own.
+"""Generation workloads of ``speed.py`` and their implementations: plain transformers, Outrider, and vLLM in
+its own process.
 """
 
 import json
@@ -53,7 +53,7 @@ class Side(Protocol):
 
 
 def play(side: Side, workload: Workload) -> int:
-    """New tokens of a whole workload."""
+    """Return the number of new tokens of a workload."""
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -112,7 +112,7 @@ class Outrider:
 
 
 class Vllm:
-    """Talks to ``vllm_worker.py``, one JSON line a turn."""
+    """Communicates with ``vllm_worker.py`` by one JSON line per request."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Update workloads of ``speed.py``: forward and backward of a group, padded by transformers and packed by
 Outrider.
 
-Both sides are credited with the padded tokens, so that the ratio of their rates is one of time.
+Both sides count the padded tokens, so that the ratio of their rates is a ratio of times.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,10 +1,11 @@
-"""What tokens of older weights cost: RAPO on the lock (tests/toys.py), the engine some versions behind.
+"""The cost of tokens of older weights: RAPO on the lock (tests/toys.py) with an engine some versions behind.
 
     python -m benchmarks.stale_toy [--seeds 10] [--tokens 6000]
 
 Every row has the same number of policy tokens; the expected return is exact, at temperature 1 and without
-retrieval. Age 1 is that of rollouts beside an update (cluster.max_staleness = 1). In flight an episode begins
-with weights so many versions old and may meet newer ones at each turn (cluster.in_flight).
+retrieval. Age 1 is that of rollouts during an update (cluster.max_staleness = 1). With in-flight weights, an
+episode starts with weights that are so many versions old and may use newer ones at each turn
+(cluster.in_flight).
 """
 
 import argparse

@@ -1,11 +1,10 @@
-"""How many threads, and which precision, training should have on this machine: generation and update speed,
-in one process.
+"""Number of threads and precision for training on this machine: generation and update speed, in one process.
 
     python benchmarks/threads.py [--model NAME] [--repeats 3] [--threads 1 2] [--precisions bfloat16 float32]
 
 Two virtual processors are often two hyper-threads of one core: they share its matrix unit, and a thread that
-waits at a barrier takes time from the one that works. The counts take turns, so that a slow minute of the
-machine hits all of them.
+waits at a barrier slows down the other one. The numbers of threads alternate, so that a slow minute of the
+machine affects all of them.
 """
 
 import argparse
@@ -69,7 +68,7 @@ def tokens(number: int, seed: int) -> tuple[int, ...]:
 def generated(
     engine: LocalEngine, *, batch: int = 32, prompt: int = 200, new: int = 24
 ) -> tuple[float, float]:
-    """Prefill and decode rate of different prompts; one token more tells the two apart."""
+    """Return prefill and decode rates of different prompts; one more token separates the two."""
     seconds = []
     for length in (1, new + 1):
         engine.load(engine.weight_version + 1)
@@ -87,7 +86,7 @@ def generated(
 
 
 def updated(policy: Policy, *, num_rollouts: int = 6) -> float:
-    """Unique tokens a second of forward and backward over one group of the demo's shape."""
+    """Return unique tokens per second of forward and backward over one group of the demo's shape."""
     trace = Trace(task=Task(key="threads", question=""))
     message = Message(role="user", content="")
     root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=tokens(90, 0), message=message)

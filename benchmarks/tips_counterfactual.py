@@ -1,17 +1,17 @@
-"""Do tips help, and is it what they say? One policy, the same tasks and draws, tips as they are, of other
-worlds, and none.
+"""Do tips help because of their contents? One policy, the same tasks and draws, with its tips, with tips of
+other worlds, and without tips.
 
     python -m benchmarks.tips_counterfactual --out DIR [--seeds 5] [--first-seed 0] [--rounds 2]
                                                        [section.field=value ...]
 
-A seed: the recipe's cold start, then ``--rounds`` rounds of the panel without tips, in which only the memory
-learns, then the panel three times with that memory as it is: tips shown, tips of another world shown (of
-another task where the memory is one a task), none shown. Nothing is written meanwhile, so that the three
-differ in what is read alone. A gain that survives with the tips of other worlds does not come from what tips
-say.
+For each seed: the cold start of the recipe, then ``--rounds`` rounds over the evaluation tasks without tips,
+in which only the memory learns, then three evaluations with that memory: with tips, with tips of another
+world (of another task if there is one memory per task), and without tips. The memory does not change
+meanwhile, so that the three differ only in the tips. A gain that remains with tips of other worlds does not
+come from the contents of tips.
 
-Results are kept in DIR by seed, and a second call plays what is missing. Prints Markdown: scores, and paired
-differences with 95 % intervals over tasks.
+Results are stored in DIR by seed, and a second call runs the missing ones. Prints Markdown: scores, and
+paired differences with 95 % intervals over tasks.
 """
 
 import argparse
@@ -50,8 +50,8 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 class ReadOnlyTips(TipHook):
-    """Shows tips of a memory that others filled, writes none. ``exchanged`` names the buffer that a task
-    reads in place of its own.
+    """Inserts tips of a memory that other rollouts filled, and writes none. ``exchanged`` maps a task to the
+    buffer that it reads instead of its own.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ReadOnlyTips(TipHook):
         return self._exchanged.get(own, own)
 
     def after_turn(self, state: EpisodeState) -> None:
-        """Nothing is kept."""
+        """Record nothing."""
 
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
-        """Nothing is asked."""
+        """Request no reflection."""
         return None
 
     def after_group(self, trace: Trace) -> None:
@@ -77,7 +77,7 @@ class ReadOnlyTips(TipHook):
 
 
 def shifted(buffers: Sequence[str]) -> dict[str, str]:
-    """Every buffer's next one, so that none keeps its own. Raises ConfigError where there is only one."""
+    """Map every buffer to the next one. Raises ConfigError if there is only one."""
     names = sorted(set(buffers))
     if len(names) < 2:
         raise ConfigError(
@@ -100,7 +100,7 @@ class Play:
         return memory_of(self.parts.settings)
 
     def run(self) -> dict[str, Any]:
-        """Scores by line and task, and what was shown."""
+        """Return scores by line and task, and the number of tips."""
         others: dict[str, Any] = {
             "embedder": self.embedder, "num_tokens": self.parts.renderer.count_tokens,
             "seed": self.parts.settings.seed
@@ -159,7 +159,7 @@ class Play:
 
 
 def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
-    """All of one seed, from the recipe's model."""
+    """Run one seed from the model of the recipe."""
     with TemporaryDirectory() as folder:
         parts = build(
             settings,
@@ -176,14 +176,14 @@ def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
 
 
 def memory_of(settings: RunSettings) -> MemorySettings:
-    """The memory that the recipe describes. Raises ConfigError where it has none."""
+    """Return the memory of the recipe. Raises ConfigError if it has none."""
     if not isinstance(settings.algorithm, Empo2Settings):
         raise ConfigError("tips need algorithm.type = empo2")
     return settings.algorithm.memory
 
 
 def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scores:
-    """The scores on file, or played now. Raises ConfigError where the file is of other settings."""
+    """Return the recorded scores, or run the seed. Raises ConfigError if the file has other settings."""
     file = out / f"seed-{settings.seed}.json"
     identity = {
         "settings": settings.model_dump(mode="json", exclude={"num_threads"}),
@@ -192,7 +192,7 @@ def completed_seed(out: Path, settings: RunSettings, *, num_rounds: int) -> Scor
     if file.exists():
         held: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if held["identity"] != identity:
-            raise ConfigError(f"{file} was played with other settings: choose another --out")
+            raise ConfigError(f"{file} has other settings: choose another --out")
     else:
         memory_of(settings)  # refused before a model is loaded
         held = {"identity": identity, **play_seed(settings, num_rounds=num_rounds)}

@@ -1,10 +1,11 @@
-"""Tool calls of GRPO and ARPO at equal leaves, with a real model on the demo's questions; no update.
+"""Tool calls of GRPO and ARPO at equal numbers of leaves, with a real model on the questions of the demo,
+without updates.
 
     python benchmarks/tool_budget.py --checkpoint runs/demo/checkpoints/step-000000
                                      [--leaves 8] [--groups 16] [key=value ...]
 
-A call in a shared prefix was executed once. The paper (arXiv 2507.19849, Fig. 7) claims about half of GRPO's
-calls in training.
+Calls in a shared prefix count once. The paper (arXiv 2507.19849, Fig. 7) claims about half of GRPO's calls in
+training.
 """
 
 import argparse

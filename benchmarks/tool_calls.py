@@ -1,11 +1,10 @@
-"""What a call of the Python tool costs, and how long the slowest of many callers waits, here and at an
-earlier commit.
+"""The cost of a call of the Python tool, and the longest wait of many callers, here and at an earlier commit.
 
     python -m benchmarks.tool_calls [--against COMMIT] [--calls 200] [--threads 8] [--rounds 3]
 
-Every thread calls again as soon as it has its answer. A fair queue serves the callers in the order in which
-they came: its slowest wait is computed from the measured arrivals and services. Rounds of the two commits
-alternate, in processes of their own.
+Every thread calls again as soon as its call returns. A fair queue serves callers in the order of arrival: its
+longest wait is computed from the measured arrivals and service times. Rounds of the two commits alternate, in
+processes of their own.
 """
 
 import argparse
@@ -30,8 +29,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 
 def fair_waits(arrivals: Sequence[float], services: Sequence[float]) -> list[float]:
-    """Waits, in seconds, of callers whom one server takes in the order of ``arrivals`` (ascending), each for
-    its service time.
+    """Return the waits in seconds of callers that one server serves in the order of ``arrivals`` (ascending),
+    each for its service time.
     """
     free, waits = 0.0, []
     for arrival, service in zip(arrivals, services, strict=True):
@@ -44,7 +43,7 @@ def measure(num_calls: int, num_threads: int) -> dict[str, float]:
     """Milliseconds: median and 95th percentile of a lone call and of a call among others; slowest wait,
     measured and fair.
     """
-    calls: list[tuple[float, float, float]] = []  # arrival, whole time, service
+    calls: list[tuple[float, float, float]] = []  # arrival, total time, service
     left = iter(range(num_calls))
     lock = threading.Lock()
     with PythonTool(PythonToolConfig()) as tool:

@@ -1,13 +1,13 @@
-"""RAPO's gain against the number of decisions that the policy must learn, on locks (tests/toys.py,
+"""RAPO's gain by the number of decisions that the policy must learn, on locks (tests/toys.py,
 docs/algorithms/rapo.md).
 
     python -m benchmarks.toy_decisions --out runs/decisions [--records records]
 
-Series ``equal`` holds the chance of an untrained rollout to be rewarded at 1 in 10,000 and varies the
-decisions that share it, ``twenty`` gives every decision one chance in twenty. A wrong turn does nothing, or
-ends the episode (``strict``); there is one turn a decision. Every method has as many policy tokens as 1,500
-rollouts of the untrained policy. The expected return is exact, at temperature 1 and without retrieval. What
-is in ``--out`` is not played again; ``--records`` writes the tables for ``make figures``.
+In series ``equal``, an untrained rollout is rewarded with a probability of 1 in 10,000, whatever the number
+of decisions; in ``twenty``, every decision has a probability of one in twenty. A wrong turn has no effect, or
+ends the episode (``strict``); there is one turn per decision. Every method has as many policy tokens as 1,500
+rollouts of the untrained policy. The expected return is exact, at temperature 1 and without retrieval.
+Results in ``--out`` are reused; ``--records`` writes the tables for ``make figures``.
 """
 
 import argparse
@@ -38,8 +38,8 @@ HEADER: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Locks that differ in their number of doors; ``product`` of the chances, None for one in twenty a
-    door.
+    """Locks that differ in their number of doors; ``product`` is that of the probabilities, None for one in
+    twenty per door.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Series:
     product: float | None = None
 
     def chance(self, depth: int) -> float:
-        """Of the untrained policy to open one door."""
+        """Return the probability that the untrained policy opens one door."""
         return 1 / len(ACTIONS) if self.product is None else self.product ** (1 / depth)
 
     def lock(self, depth: int) -> Lock:
@@ -109,14 +109,14 @@ def _shares(results: Sequence[Result]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Play what is missing, print a table a series."""
+    """Run the missing trainings and print a table per series."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.toy_decisions", description="Gain against decisions."
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--series", nargs="+", default=[series.name for series in SERIES])
-    parser.add_argument("--source", default="", help="what the records say about where they were made")
+    parser.add_argument("--source", default="", help="description of the machine in the records")
     parser.add_argument("--records", type=Path)
     arguments = parser.parse_args()
     set_threads(1)

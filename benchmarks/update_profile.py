@@ -1,10 +1,11 @@
-"""Where the seconds of an update go, beside plain transformers, and how far that is from what the machine can
-multiply.
+"""Where the time of an update goes, compared with plain transformers, and its share of the machine's matrix
+rate.
 
     python benchmarks/update_profile.py [--model NAME] [--repeats 3] [--precision auto]
 
-Forward and backward of four rows of 512 tokens with nothing common (the update workload of speed.py without
-sharing). Then attention's backward pass alone: the fused kernel against plain products in blocks.
+Forward and backward of four rows of 512 tokens without a common prefix (the update workload of speed.py
+without sharing). Then the backward pass of attention alone: the fused kernel against plain products in
+blocks.
 """
 
 import argparse
@@ -81,7 +82,7 @@ def block_parameters(model: torch.nn.Module) -> int:
 
 
 def seconds_by_kind(run: Callable[[], int]) -> dict[str, float]:
-    """Self time of operators; those inside an attention function are its own."""
+    """Return the self time of operators; those inside an attention function count for it."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         run()

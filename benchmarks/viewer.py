@@ -1,11 +1,11 @@
-"""How fast `outrider view` is on 100,000 recorded rollouts: first paint, filter, search, the server's memory.
+"""Speed of `outrider view` with 100,000 recorded rollouts: first paint, filter, search, memory of the server.
 
     python -m benchmarks.viewer [--rollouts 100000] [--run FOLDER]
 
-Writes a generated run (:mod:`benchmarks.viewer_run`) unless a folder has one, serves it in a process of its
-own and opens it in chromium. Times are the browser's: from the start of the navigation to the first
-contentful paint, and from the input to the answer on the page. A first search is that of a new server, as
-soon as the page of all rollouts shows its first rows. Status 1 where a median is above its bound.
+Writes a generated run (:mod:`benchmarks.viewer_run`) unless the folder has one, serves it in its own process
+and opens it in chromium. Times are those of the browser: from the start of the navigation to the first
+contentful paint, and from the input to the result on the page. A first search uses a new server, as soon as
+the page of all rollouts has its first rows. Exits with status 1 if a median is above its bound.
 """
 
 import argparse
@@ -46,13 +46,13 @@ def server(run: Path) -> Iterator[tuple[str, int]]:
 
 
 def largest_mib(pid: int) -> float:
-    """The most that the process ever held in memory."""
+    """Return the peak memory of the process."""
     status = Path(f"/proc/{pid}/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) / 1024
 
 
 def timed(page: Any, act: str, until: str) -> float:
-    """Seconds in the page from ``act`` until ``until`` holds; both are JavaScript."""
+    """Return the seconds in the page from ``act`` until ``until`` is true; both are JavaScript."""
     code = f"""async () => {{
         const began = performance.now();
         {act};
@@ -84,7 +84,7 @@ def measure(address: str, browser: Any) -> dict[str, list[float]]:
 
 
 def searched(page: Any, number: int) -> float:
-    """Seconds of a search for words of one turn alone: all files are read."""
+    """Return the seconds of a search for words of a single turn, which reads all files."""
     words = f"{100 + 40 * number}-{1000 + number}"
     write = f"""const field = document.querySelector('input[type=search]'); field.value = '{words}';
         field.dispatchEvent(new Event('input'))"""
@@ -92,7 +92,7 @@ def searched(page: Any, number: int) -> float:
 
 
 def first_search(run: Path, number: int, browser: Any) -> float:
-    """Of a server that has just begun."""
+    """Return the seconds of the first search of a new server."""
     with server(run) as (address, _):
         page = browser.new_page()
         page.goto(address)

@@ -1,11 +1,11 @@
-"""Pictures of the viewer for the documents, of any recorded run.
+"""Pictures of the viewer for the documents, from any recorded run.
 
     python -m benchmarks.viewer_pictures [--run RUN] [--out docs/images] [--width 1280] [--scheme light]
 
-Without a run the small one of the viewer's tests is played: three steps of RAPO, ARPO and EMPO² together,
-with a random model of a few thousand weights, and a tool that fails at times.
+Without a run, the small one of the viewer's tests is generated: three steps of RAPO, ARPO and EMPO² together,
+with a random model of a few thousand weights and a tool that sometimes fails.
 
-Curves, the group with most retrieved steps of the newest step that has any, and its best rollout.
+Pictures: curves, the group with most retrieved steps of the newest step that has any, and its best rollout.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from outrider.viewer.search import RolloutIndex, find
 
 
 def views(run: Path) -> dict[str, str]:
-    """Addresses behind the run's own, by the name of the picture."""
+    """Return addresses below that of the run, by the name of the picture."""
     table = RolloutIndex(run).table()
     rows = find(table, {"training": "1", "sort": "step", "descending": "1"})["rows"]
     row = max(rows, key=lambda one: (one["num_splices"] + one["num_tips"], one["episode_return"] or 0.0))

@@ -1,10 +1,9 @@
-"""A run directory with as many recorded rollouts as are asked for, generated: the viewer's largest case.
+"""Generates a run directory with many recorded rollouts, the largest case for the viewer.
 
     python -m benchmarks.viewer_run FOLDER [--rollouts 100000]
 
-One step is made row by row; the others have its shape and numbers with texts of their own, so that a search
-has as much to read as in a real run. The texts are words of a fixed list, the numbers are drawn: nothing was
-learned here, and nothing was trained.
+One step is generated row by row; the others have its shape and numbers with texts of their own, so that a
+search reads as much as in a real run. The texts are words of a fixed list, and the numbers are random.
 """
 
 import argparse
@@ -95,12 +94,12 @@ def _made(folder: Path) -> Path:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    """Not forced to disk, as a run's own files are: there are hundreds, and nothing is lost with them."""
+    """Write a file without forcing it to disk, because there are hundreds."""
     pq.write_table(table.replace_schema_metadata(FORMAT), path, compression="zstd")
 
 
 def one_step() -> tuple[list[TraceRow], list[RolloutRow]]:
-    """Nodes and rollouts; one of 64 rollouts ends in a fault, one of 4 saw a retrieved step."""
+    """Return nodes and rollouts; one of 64 rollouts ends in a fault, one of 4 has a retrieved step."""
     random = np.random.default_rng(0)
     nodes: list[TraceRow] = []
     rollouts: list[RolloutRow] = []

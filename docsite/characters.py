@@ -1,4 +1,4 @@
-"""A tokenizer of one token a character with a plain chat template: examples need neither torch nor a
+"""A tokenizer with one token per character and a plain chat template: examples need neither torch nor a
 download.
 """
 
@@ -9,7 +9,7 @@ _START, _END = "\ue000", "\ue001"
 
 
 class CharacterTokenizer:
-    """The part of a tokenizer that :class:`outrider.tokens.Tokenizer` asks for; ids are code points."""
+    """The methods that :class:`outrider.tokens.Tokenizer` requires; ids are code points."""
 
     eos_token_id: int | None = ord(_END)
 

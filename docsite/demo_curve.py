@@ -27,7 +27,7 @@ text { fill: #57606a; font: 11px system-ui, sans-serif } .title { font-weight: 6
 
 
 def curves() -> str:
-    """Both charts side by side as one SVG: means over the seeds, bars from the lowest to the highest."""
+    """Return both charts as one SVG: means over the seeds, bars from the lowest to the highest."""
     drawn = [str(svg_chart(chart)) for chart in charts(read_pairs(_RUNS), None)]
     placed = [
         one.replace("<svg ", f'<svg x="{460 * place}" width="460" height="230" ', 1)

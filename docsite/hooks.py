@@ -18,8 +18,8 @@ _ROLE: Final = re.compile(r":(?:class|func|meth|mod|data|attr):<code>~?([\w.]+)<
 
 
 def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
-    """Adds the generated pages. Of them only the metrics of what is built in are in the repository, for its
-    readers; here they give way to those of every plug-in.
+    """Add the generated pages. The repository contains only the metrics of built-in plug-ins; here they are
+    replaced by those of all plug-ins.
     """
     from mkdocs.structure.files import File
 
@@ -31,8 +31,8 @@ def on_files(files: "Files", *, config: "MkDocsConfig") -> "Files":
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Links to files of the repository that are no page become their name: the site does not know where the
-    code lies.
+    """Replace links to files of the repository that are no pages by their names, because the site does not
+    contain the code.
     """
     return _OUTSIDE.sub(r"`\1`", markdown)
 

@@ -1,7 +1,8 @@
-"""``python -m docsite.models > docs/models.md``: which path a model gets, tried with tiny random models.
+"""``python -m docsite.models > docs/models.md``: the execution path of each architecture, tested with tiny
+random models.
 
 Every row is loaded as a run would load it; ``tests/engines/test_architectures.py`` compares its log-probs and
-gradients with transformers' own, and this page with what is loaded.
+gradients with those of transformers, and this page with the loaded models.
 """
 
 import sys
@@ -51,7 +52,7 @@ _LATENT: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A family of models, and what its tiny configuration has beside the common sizes."""
+    """A model family, and the additional settings of its tiny configuration."""
 
     title: str
     model_type: str
@@ -65,7 +66,7 @@ class Architecture:
         return self.model_type in CONFIG_MAPPING
 
     def save(self, folder: Path) -> None:
-        """A model of random weights, large enough that a context changes what it predicts."""
+        """Return a model of random weights, large enough that its predictions depend on the context."""
         sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
         config = CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Draws docs/images/trace.svg from the tiny trace that is really played.
+"""Draws docs/images/trace.svg from the tiny trace.
 
 python -m docsite.picture
 """
@@ -25,7 +25,7 @@ path { fill: none; stroke: #818b98; stroke-width: 1.5 }
 
 
 def picture(trace: Trace) -> str:
-    """An SVG: a column per turn, a row per rollout, an edge per parent; colours say who wrote a node."""
+    """Return an SVG: a column per turn, a row per rollout, an edge per parent; colours by origin."""
     places = _places(trace)
     columns, rows = (1 + max(place[axis] for place in places.values()) for axis in (0, 1))
     width, height = round(columns * _STEP_X + 150), round(rows * _STEP_Y + 34)
@@ -48,7 +48,7 @@ def picture(trace: Trace) -> str:
 
 
 def _places(trace: Trace) -> dict[int, tuple[int, float]]:
-    """Column and row of every node of a rollout; a parent stands in the first row of its children."""
+    """Return column and row of every node of a rollout; a parent is in the first row of its children."""
     places: dict[int, tuple[int, float]] = {}
     for row, (_, path) in enumerate(trace.scored_rollouts()):
         for column, node in enumerate(path):

@@ -1,6 +1,4 @@
-"""Reference pages that are made from the registry of plug-ins (``outrider list``): what there is, its
-settings, and what it measures.
-"""
+"""Reference pages generated from the registry of plug-ins: names, settings and metrics."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +11,11 @@ from outrider.plugins.registry import KINDS, Kind, load_settings_class, preset_t
 
 _HEAD: Final = """# Plug-ins
 
-Made from the code when this site is built, by the registry that `outrider list` prints: what is built in, and
-what packages register that are installed where the site is built. [Your own](../plugins.md) are found by the
-same function. Keys are those that a plug-in has beside the keys of every plug-in of its kind.
+This page is generated when the site is built, from the registry that `outrider list` prints: built-in
+plug-ins and those of packages that are installed where the site is built. [Your own](../plugins.md) are
+registered in the same way. The column of settings omits those that all plug-ins of a kind share.
 """
-# How a recipe names one of a kind.
+# The setting of a recipe that selects a plug-in, by kind.
 _NAMED: Final[Mapping[Kind, str]] = {
     "algorithms": "`[algorithm]`, `type = ...`",
     "environments": "`[environment]`, `type = ...`",
@@ -35,7 +33,7 @@ _OF_KIND: Final[Mapping[Kind, str]] = {
     "trackers": "../howto/view.md",
     "call_formats": "../concepts/messages.md#native-tool-calls",
 }
-# Beside the page of the kind, or the algorithm's own; a link that is gone fails the build.
+# The page of the kind or of the algorithm; a broken link fails the build.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "reinforce++": "../algorithms/objectives.md#credit",
     "rejection": "../algorithms/objectives.md#rejection-sampling-and-fine-tuning",
@@ -93,7 +91,7 @@ def _settings(kind: Kind, name: str) -> str:
 
 
 def _page(kind: Kind, name: str, came_from: str) -> str:
-    """Where it is described, and where its settings are; one of another package has pages elsewhere."""
+    """Return links to its description and its settings; plug-ins of other packages have none."""
     if came_from != "built in":
         return ""
     described = _ELSEWHERE.get(name) or _OF_KIND.get(kind) or f"../algorithms/{name}.md"
@@ -104,7 +102,7 @@ def _page(kind: Kind, name: str, came_from: str) -> str:
 
 
 def section_anchor(section: str, name: str) -> str:
-    """As the table of contents makes it of the settings page's heading; another one fails the build."""
+    """Return the anchor of the heading in the settings page; a wrong one fails the build."""
     words = re.sub(r"[^\w\s-]", "", f"{section} with type = {name}").strip().lower()
     return re.sub(r"[-\s]+", "-", words)
 
@@ -114,7 +112,7 @@ def _listed(keys: Sequence[str]) -> str:
 
 
 def declared_by_plugins() -> Iterator[tuple[str, Sequence[Metric]]]:
-    """What each plug-in measures beside what every run does, by the name that a recipe has."""
+    """Return the additional metrics of each plug-in, by its name in a recipe."""
     for kind in KINDS:
         for name, came_from, _, is_broken in rows(kind):
             is_plugin = not is_broken and name not in preset_types(kind)

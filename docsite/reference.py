@@ -1,4 +1,4 @@
-"""Reference pages that are made from the code when the site is built: settings and the command line."""
+"""Reference pages generated from the code when the site is built: settings and the command line."""
 
 import argparse
 import inspect
@@ -17,18 +17,18 @@ from outrider.training.settings import RunSettings
 
 _SETTINGS: Final = """# Settings
 
-Made from the code when this site is built. A recipe is a TOML file of these sections; `section.key=value` on
-the command line stands above it. `outrider train RECIPE --dry-run` prints every setting with its value, and
-an unknown key is an error. `"none"` switches an optional setting off.
+This page is generated when the site is built. A recipe is a TOML file of these sections; `section.key=value`
+on the command line overrides it. `outrider train RECIPE --dry-run` prints every setting with its value, and
+an unknown key is an error. `"none"` disables an optional setting.
 """
 _CLI: Final = """# Command line
 
-Made from the code when this site is built: the words of `outrider COMMAND --help`.
+This page is generated when the site is built, from the output of `outrider COMMAND --help`.
 """
 
 
 def settings_page() -> str:
-    """Every settings class that a recipe may name, as a table a class."""
+    """Return a table for every settings class of recipes."""
     return _SETTINGS + "".join(_sections(RunSettings, ""))
 
 
@@ -57,7 +57,7 @@ def _about(kind: type[BaseModel]) -> str:
 
 
 def _classes(annotation: Any) -> list[type[BaseModel]]:
-    """Settings classes in an annotation, in order: the members of a union, and what is optional."""
+    """Return the settings classes in an annotation, in order, with members of unions."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [one for part in get_args(annotation) for one in _classes(part)]
@@ -92,7 +92,7 @@ def _toml(value: Any) -> str:
 
 
 def _kind(annotation: Any) -> str:
-    """A type in words that a cell of a table can hold."""
+    """Describe a type in a few words for a table."""
     if annotation is NoneType:
         return '`"none"`'
     if get_origin(annotation) is Annotated:
@@ -133,4 +133,4 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "reference/plugins.md": plugins_page,
     "metrics.md": all_metrics_page,
 }
-"""File names in the documents, and what makes the page."""
+"""File names in the documents, and the functions that create the pages."""

@@ -1,11 +1,10 @@
-"""Breaks long lines of Markdown, or names them.
+"""Wraps long lines of Markdown, or names them.
 
     python -m docsite.reflow [--check] [FILE ...]        (make docs-lines; make lint checks)
 
-Only paragraphs and list items with a line over 110 columns are broken anew, at blanks. Tables, code,
-headings, figure marks and HTML stay as they are, and so do code spans. ``--check`` changes nothing and names
-the lines that are too long; it leaves out tables, data in code blocks, and lines that one link or one code
-span alone makes long.
+Only paragraphs and list items with a line over 110 columns are wrapped. Tables, code, headings, figure marks,
+HTML and code spans do not change. ``--check`` changes nothing and names the long lines, except tables, data
+in code blocks, and lines with a single long link or code span.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from typing import Final
 WIDTH: Final = 110
 _ROOT: Final = Path(__file__).parents[1]
 _FENCE: Final = re.compile(r"^\s*(```|~~~)(\w*)")
-_DATA: Final = frozenset({"json", "jsonl", "toml", "text"})  # an example of one line has to stay one line
+_DATA: Final = frozenset({"json", "jsonl", "toml", "text"})  # an example of one line must remain one line
 _ITEM: Final = re.compile(r"^(\s*)([-*+]|\d+[.)]) +")
 _NO_TEXT: Final = re.compile(
     r"^\s*(\||#{1,6} |>|<(?!!-- figure: )|!!!|\?\?\?|:::|---+\s*$|===+\s*$|\[[^\]]+\]: )"
@@ -29,9 +28,7 @@ _LINK: Final = re.compile(r"\]\([^)\s]*\)|https?://\S+|<!--.*?-->")
 
 
 def reflowed(text: str) -> str:
-    """The same document with its long paragraphs broken anew. Raises ValueError where that would change a
-    word.
-    """
+    """Return the document with wrapped paragraphs. Raises ValueError if wrapping would change a word."""
     lines, number, new = text.split("\n"), 0, []
     code = {at for at, _ in _code_lines(lines)}
     while number < len(lines):
@@ -74,7 +71,7 @@ def _code_lines(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def _end_of_block(lines: Sequence[str], start: int, code: set[int]) -> int:
-    """Behind the paragraph or list item that begins at ``start``; one line where none does."""
+    """Return the end of the paragraph or list item that starts at ``start``, or of the line."""
 
     def is_text(number: int) -> bool:
         return bool(lines[number].strip()) and number not in code and not _NO_TEXT.match(lines[number])
@@ -107,7 +104,7 @@ def documents(root: Path) -> list[Path]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 1 where ``--check`` names a line."""
+    """Return the exit status: 1 if ``--check`` names a line."""
     parser = argparse.ArgumentParser(
         prog="python -m docsite.reflow", description="Line breaks of the documents."
     )

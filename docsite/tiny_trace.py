@@ -1,8 +1,7 @@
-"""One group that is really played, in milliseconds: the loop, the hooks and the tree of the documents'
-examples.
+"""One group generated in milliseconds: the loop, the hooks and the tree of the examples in the documents.
 
-The policy is a script, the environment knows three facts, and two hooks are at work: one retrieves a step
-into rollout 1, ARPO's forks rollouts where the entropy rises after a result.
+The policy is a script, the environment knows three facts, and there are two hooks: one retrieves a step into
+rollout 1, ARPO's forks rollouts where the entropy increases after a result.
 """
 
 from collections.abc import Sequence
@@ -31,8 +30,8 @@ _FACTS: Final = {
 
 
 class Lookup:
-    """``<search>key</search>`` tells a fact, ``<answer>text</answer>`` ends the episode: 1 for the right
-    one.
+    """``<search>key</search>`` returns a fact, ``<answer>text</answer>`` ends the episode, with a
+    return of 1 if it is correct.
     """
 
     def __init__(self, task: Task) -> None:
@@ -58,7 +57,7 @@ class Lookup:
         return EpisodeResult(episode_return=self._return, success=self._return == 1.0)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close nothing."""
 
 
 class LookupFactory:
@@ -68,14 +67,14 @@ class LookupFactory:
         return Lookup(task)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close nothing."""
 
 
 class RetrieveOnce(StatelessHook):
-    """Another agent's step in front of the second turn of every hybrid rollout, as RAPO splices one."""
+    """Inserts a step of another agent before the second turn of every hybrid rollout, as RAPO does."""
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """What comes into the context."""
+        """Return the text of the step."""
         if state.mode != "hybrid" or state.turn != 1:
             return ()
         step = Step(text="<search>neighbour of San Marino</search>", observation="Italy")
@@ -85,9 +84,7 @@ class RetrieveOnce(StatelessHook):
 
 
 def _policy(request: Request, context: str) -> str:
-    """What the scripted policy says: it knows the second search once it has seen the neighbour, on even
-    seeds.
-    """
+    """Return the turn of the scripted policy: on even seeds, it searches twice."""
     if "EUR" in context:
         return "<answer>EUR</answer>"
     if "Italy" in context:

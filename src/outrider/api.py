@@ -1,5 +1,5 @@
-"""The Python API: what the command line does, with objects where a recipe has names. torch is imported when a
-run begins.
+"""The Python API: the functions of the command line, with objects in place of names in a recipe. torch is
+imported when a run starts.
 
 ::
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
-"""A TOML file, its content as a mapping, or settings that were read before."""
+"""A TOML file, its content as a mapping, or settings."""
 Progress: TypeAlias = Literal["auto", "rich", "plain", "none"]
 OnStart: TypeAlias = Callable[[Callable[[], bool]], None]
 _KINDS: Final[Mapping[str, Kind]] = {
@@ -108,7 +108,7 @@ def train(
 
 
 def _default_progress() -> Progress:
-    """Lines in a notebook, whose reader sees nothing else of the run; else nothing, as a library does."""
+    """Return "plain" in a notebook, which has no other output of the run, or else "none"."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     names = {base.__name__ for base in type(shell).__mro__}
     return "plain" if "ZMQInteractiveShell" in names else "none"
@@ -116,8 +116,10 @@ def _default_progress() -> Progress:
 
 @contextmanager
 def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
-    """Yield the ``on_start`` of a training. Without the caller's, an interruption requests a stop, and
-    KeyboardInterrupt is raised at the end of the stopped run.
+    """Yield the ``on_start`` of a training.
+
+    If the caller has none, an interruption requests a stop, and KeyboardInterrupt is raised at the end of the
+    stopped run.
     """
     if on_start is not None:
         yield on_start
@@ -134,7 +136,7 @@ def _stopping(folder: Path, on_start: OnStart | None) -> Iterator[OnStart]:
 def _open_run(
     folder: Path, overrides: Sequence[str], changed_plugins: bool, sections: Mapping[str, Mapping[str, Any]]
 ) -> "tuple[RunDirectory, RunSettings]":
-    """The run to resume and its settings; ``sections`` are those of objects that were passed again."""
+    """Return the run to resume and its settings; ``sections`` are those of objects that were passed again."""
     from outrider.training.run_dir import RunDirectory
 
     directory, settings = RunDirectory.open(folder, overrides, allow_changed_plugins=changed_plugins)
@@ -180,11 +182,13 @@ def evaluate(
     engine: Any = None,
     **plugins: Any,
 ) -> Run:
-    """Evaluate on a recipe's held-out panel, into the new folder ``run``; ``checkpoint`` has the weights of a
-    training run.
+    """Evaluate on the held-out tasks of a recipe, into the new folder ``run``.
 
-    ``num_trials`` with a memory by ``method`` and no change of weights. ``progress``, ``environment``,
-    ``algorithm``, ``engine`` and errors are as of :func:`train`.
+    Args:
+        checkpoint: the weights of a training run; None: the model of the recipe.
+        num_trials: number of trials per task with a memory by ``method`` and fixed weights.
+
+    The other arguments and errors are those of :func:`train`.
     """
     plugins |= {"environment": environment, "algorithm": algorithm, "engine": engine}
     progress = progress or _default_progress()
@@ -215,8 +219,10 @@ def evaluate(
 def evaluate_tasks(
     settings: "EvalTasksSettings", *, run: str | Path | None, progress: Progress | None = None
 ) -> int:
-    """Evaluate on named task sets or an environment's own tasks (docs/evaluation.md); 0 where all was
-    scored."""
+    """Evaluate on named task sets or the tasks of an environment (docs/evaluation.md).
+
+    Returns the exit status: 0 if all samples were scored.
+    """
     from outrider.engines.base import require_known_model
 
     folder = _new_folder(run)
@@ -249,14 +255,14 @@ def compare(runs: Sequence[Run | str | Path], *, seed: int = 0) -> "Comparison":
 def run_settings(
     recipe: Recipe, *, overrides: Sequence[str] = (), sections: Mapping[str, Any] | None = None
 ) -> "RunSettings":
-    """The checked settings of a recipe. Raises ConfigError."""
+    """Read and validate the settings of a recipe. Raises ConfigError."""
     from outrider.algorithms.loss_settings import migrate_keys
     from outrider.training.run_dir import RECORD
     from outrider.training.settings import RunSettings
 
     if isinstance(recipe, str | Path):
         file = Path(recipe)
-        # What a run wrote down is a recipe, too; it may be of an earlier version.
+        # The config.toml of a run is also a recipe, possibly of an earlier version.
         respelled = migrate_keys if file.name == RECORD else None
         return load_settings(
             RunSettings, file=file, overrides=overrides, sections=sections, respelled=respelled
@@ -275,7 +281,7 @@ def evaluation_settings(
     method: str,
     sections: Mapping[str, Any] | None = None,
 ) -> "RunSettings":
-    """Those of :func:`evaluate`: the recipe's, without any training.
+    """Return the settings of :func:`evaluate`: those of the recipe without training.
 
     Raises ConfigError for overrides that would train.
     """
@@ -294,7 +300,7 @@ def evaluation_settings(
 
 @contextmanager
 def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The sections of a recipe that objects, names and tables stand for."""
+    """Yield the sections of a recipe for objects, names and tables."""
     if unknown := [name for name in plugins if name not in _KINDS]:
         raise ConfigError(f"unknown plug-in section {unknown[0]!r}; choose from {', '.join(_KINDS)}")
     chosen = {name: value for name, value in plugins.items() if value is not None}
@@ -311,7 +317,7 @@ def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _task_set(plugin: Any) -> Any:
-    """The task set of an environment's class (with its default settings) or of an instance."""
+    """Return the task set of an environment's class (with its default settings) or of an instance."""
     if isinstance(plugin, Environment):
         return plugin.build(plugin.settings)
     if isinstance(plugin, type) and issubclass(plugin, Environment):
@@ -320,7 +326,7 @@ def _task_set(plugin: Any) -> Any:
 
 
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
-    """Refuses, before torch is imported, what can be refused without it; the new folder."""
+    """Validate everything that can be validated without torch. Returns the new folder."""
     from outrider.engines.base import require_known_model
     from outrider.training.run_dir import require_free
     from outrider.training.settings import require_experts

@@ -527,21 +527,20 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
         for hook in hooks:
             hook.after_group(trace)
     for hook, hook_copy in zip(hooks, copies, strict=True):
-        if hook.is_portable:
-            require(hook_copy.is_portable, f"{type(hook).__name__} is portable, its copy is not")
-            _check(hook, hook_copy)
-
-
-def _check(hook: Hook, copy: Hook) -> None:
-    name = type(hook).__name__
-    snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
-    for _ in range(2):
-        copy.restore(_pickled_copy(snapshot, f"{name}.snapshot()"))
-        require(equal(copy.snapshot(), snapshot), f"{name}: a restored copy has another snapshot")
-    before = _pickled_copy(hook.gathered(), f"{name}.gathered()")
-    hook.absorb(_pickled_copy(copy.gathered(), f"{name}.gathered()"))
-    require(equal(hook.snapshot(), snapshot), f"{name}.absorb changes the snapshot: change it in after_group")
-    require(equal(hook.gathered(), before), f"{name}: a copy without rollouts has gathered data")
+        if not hook.is_portable:
+            continue
+        name = type(hook).__name__
+        require(hook_copy.is_portable, f"{name} is portable, its copy is not")
+        snapshot = _pickled_copy(hook.snapshot(), f"{name}.snapshot()")
+        for _ in range(2):
+            hook_copy.restore(_pickled_copy(snapshot, f"{name}.snapshot()"))
+            require(equal(hook_copy.snapshot(), snapshot), f"{name}: a restored copy has another snapshot")
+        before = _pickled_copy(hook.gathered(), f"{name}.gathered()")
+        hook.absorb(_pickled_copy(hook_copy.gathered(), f"{name}.gathered()"))
+        require(
+            equal(hook.snapshot(), snapshot), f"{name}.absorb changes the snapshot: change it in after_group"
+        )
+        require(equal(hook.gathered(), before), f"{name}: a copy without rollouts has gathered data")
 
 
 def _pickled_copy(value: Any, label: str) -> Any:

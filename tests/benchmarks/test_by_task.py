@@ -133,7 +133,7 @@ def test_runs_of_other_settings_are_refused(tmp_path: Path, outrider: Outrider, 
         with pytest.raises(OutriderError):
             play_all(small)
     other = plan(tmp_path, tasks=["1"], transfers=[], methods=["empo2"], overrides=["train.num_steps=5"])
-    with pytest.raises(ConfigError, match="begun with other settings"):
+    with pytest.raises(ConfigError, match="started with other settings"):
         play_all(other)
 
 

@@ -198,13 +198,15 @@ def test_other_settings_in_the_same_folder_are_refused(plan: Plan) -> None:
     num_before = len(runs.started)
     train(replace(plan, overrides=("num_threads=2", "train.checkpoint_every=1")), runs, "grpo", "rapo")
     assert len(runs.started) == num_before  # how fast and how safely it runs may change
-    with pytest.raises(ConfigError, match=r"sft-0 was begun with other settings \(optimizer.learning_rate\)"):
+    with pytest.raises(
+        ConfigError, match=r"sft-0 was started with other settings \(optimizer.learning_rate\)"
+    ):
         train(
             replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), runs, "grpo", "rapo"
         )
     with pytest.raises(
         ConfigError,
-        match=r"rapo-0 was begun with other settings \(train.max_policy_tokens, train.num_steps\)",
+        match=r"rapo-0 was started with other settings \(train.max_policy_tokens, train.num_steps\)",
     ):
         train(replace(plan, policy_tokens=5), runs, "grpo", "rapo")
 
@@ -317,7 +319,7 @@ def test_jobs_have_the_same_runs_in_the_same_order(plan: Plan) -> None:
     assert runs.settings_of(plan.out, "grpo-1").train.max_policy_tokens == spent
     given = {job.name: job.after for job in factbook_jobs(replace(plan, policy_tokens=9), chosen)}
     assert given["factbook/grpo-0"] == ("factbook/sft-0",)
-    with pytest.raises(ConfigError, match="begun with other settings"):
+    with pytest.raises(ConfigError, match="started with other settings"):
         factbook_jobs(replace(plan, overrides=("num_threads=1", "optimizer.learning_rate=1e-3")), chosen)[
             0
         ].is_done()

@@ -87,7 +87,7 @@ def test_a_failed_run_is_reported_and_stops_only_dependent_runs(tmp_path: Path) 
     assert failed["bad"] == "exit status 3: because" and failed["after-bad"] == "not begun: bad has no result"
     assert (
         "/no/such/program" in failed["none"]
-        and failed["lazy"] == "exit status 0: it said nothing"
+        and failed["lazy"] == "exit status 0: no output"
         and "good" not in failed
     )
     assert started(tmp_path) == ["bad", "good", *["lazy"] * MAX_ATTEMPTS]
@@ -102,7 +102,7 @@ def test_a_killed_worker_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_killed_repeatedly_is_abandoned(tmp_path: Path) -> None:
-    assert run(tmp_path, job(tmp_path, "a", "kill -9 $$")) == {"a": "SIGKILL: it said nothing"}
+    assert run(tmp_path, job(tmp_path, "a", "kill -9 $$")) == {"a": "SIGKILL: no output"}
     assert started(tmp_path) == ["a"] * MAX_ATTEMPTS
 
 

@@ -409,29 +409,28 @@ def smallest_fit(
     return None
 
 
-def fits_if_checkpointed(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> bool:
-    """Return whether enabling ``update.checkpoint_activations`` is sufficient to fit."""
-    candidate = replace(work, training=replace(work.training, checkpointed=True))
-    return not work.training.checkpointed and fit(shape, candidate, layout, gpu_memory=gpu_memory).fits
+def suggested_overrides(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> list[str]:
+    """Return settings, each of which alone is sufficient to fit.
 
-
-def largest_tokens(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> int | None:
-    """Return the largest ``update.max_tokens``, halving the recipe's value, that fits; None if none does.
-    Values below the longest episode have no effect, because an episode is at least one micro-batch.
+    These are activation checkpoints; the largest ``update.max_tokens``, halving the recipe's value, but at
+    least the longest episode, because an episode is at least one micro-batch; and the smallest
+    ``engine.memory`` in steps of 0.05 with room for an episode.
     """
-    tokens = work.training.max_tokens // 2
+
+    def fits(candidate: Workload) -> bool:
+        return fit(shape, candidate, layout, gpu_memory=gpu_memory).fits
+
+    training, overrides = work.training, []
+    if not training.checkpointed and fits(replace(work, training=replace(training, checkpointed=True))):
+        overrides.append("update.checkpoint_activations=true")
+    tokens = training.max_tokens // 2
     while tokens >= max(work.episode_tokens, _MIN_TOKENS):
-        candidate = replace(work, training=replace(work.training, max_tokens=tokens))
-        if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:
-            return tokens
+        if fits(replace(work, training=replace(training, max_tokens=tokens))):
+            overrides.append(f"update.max_tokens={tokens}")
+            break
         tokens //= 2
-    return None
-
-
-def smallest_share(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float) -> float | None:
-    """Return the smallest ``engine.memory`` in steps of 0.05 with room for an episode, None if none fits."""
-    for twentieths in range(1, 20):
-        candidate = replace(work, engine_memory=twentieths / 20)
-        if fit(shape, candidate, layout, gpu_memory=gpu_memory).fits:
-            return twentieths / 20
-    return None
+    for share in (twentieths / 20 for twentieths in range(1, 20) if work.has_vllm):
+        if fits(replace(work, engine_memory=share)):
+            overrides.append(f"engine.memory={share:g}")
+            break
+    return overrides

@@ -13,11 +13,9 @@ from outrider.planning.memory import (
     Workload,
     fit,
     fit_cpu,
-    fits_if_checkpointed,
-    largest_tokens,
     make_workload,
     smallest_fit,
-    smallest_share,
+    suggested_overrides,
     weight_bytes,
 )
 from outrider.planning.shape import GB, Device, ModelShape, find_shape
@@ -88,14 +86,7 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
             )
         )
     ]
-    advice = []
-    if not result.fits:
-        if fits_if_checkpointed(shape, work, layout, gpu_memory=memory):
-            advice.append("update.checkpoint_activations=true")
-        if (tokens := largest_tokens(shape, work, layout, gpu_memory=memory)) is not None:
-            advice.append(f"update.max_tokens={tokens}")
-        if work.has_vllm and (share := smallest_share(shape, work, layout, gpu_memory=memory)) is not None:
-            advice.append(f"engine.memory={share:g}")
+    advice = [] if result.fits else suggested_overrides(shape, work, layout, gpu_memory=memory)
     return Plan(shape=shape, work=work, options=options, fit=result, fewest=fewest, advice=advice)
 
 
