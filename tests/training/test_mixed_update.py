@@ -354,16 +354,17 @@ def test_a_mini_batch_gets_its_share_of_replayed_groups() -> None:
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (LuffySettings, {"dual_clip": 3.0}, "of its own"), (LuffySettings, {"loss": "gspo"}, "of its own"),
+    (LuffySettings, {"dual_clip": 3.0}, "its own token loss"),
+    (LuffySettings, {"loss": "gspo"}, "its own token loss"),
     (LuffySettings, {"advantage": "leave_one_out"}, "leave_one_out"),
     (LuffySettings, {"group_size": 1}, "than or equal to 2"),
     (LuffySettings, {"shaping": 0.0}, "greater than 0"),
     (LuffySettings, {"num_demonstrations": 2}, "less than or equal"),
-    (RolloutReplaySettings, {"dual_clip": 3.0}, "of its own"),
+    (RolloutReplaySettings, {"dual_clip": 3.0}, "its own token loss"),
     (RolloutReplaySettings, {"weight_cap": 0.9}, "than or equal"),
     (RolloutReplaySettings, {"fresh_share": 0.0}, "greater than 0"),
     (RolloutReplaySettings, {"group_size": 1}, "than or equal to 2"),
-    (LuffySettings, {"num_demonstrations": 0, "demonstrations": "shown.jsonl"}, "leaves it out"),
+    (LuffySettings, {"num_demonstrations": 0, "demonstrations": "shown.jsonl"}, "disables demonstrations"),
 ]  # fmt: skip
 
 
