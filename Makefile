@@ -77,7 +77,7 @@ test-fast-and-long: setup
 # The engine, the update and their bits as on a processor with SSE only (docs/portability.md says which variable acts where).
 LESSER := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 MKL_CBWR=COMPATIBLE
 LESSER_TESTS := $(patsubst %,tests/engines/test_%.py,few_rows fused local model packed processor sampling) \
-	$(patsubst %,tests/training/test_%.py,resumed_runs determinism mixed_update pack_update versions)
+	$(patsubst %,tests/training/test_%.py,resumed_runs algorithm_runs mixed_update pack_update versions)
 
 test-lesser: setup
 	OMP_NUM_THREADS=1 $(LESSER) $(BIN)/python -m pytest -n 2 --dist loadfile $(LESSER_TESTS)

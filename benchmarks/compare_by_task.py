@@ -150,7 +150,7 @@ def compare_by_task(run_args: Sequence[str], *, depth: int | None = None, seed: 
     that are no seeds of one method, or were evaluated in different ways.
     """
     if not run_args:
-        raise ConfigError("compare --by-task needs run directories")
+        raise ConfigError("name run directories")
 
     def to_row(key: str) -> str:
         parts = key.split("/")

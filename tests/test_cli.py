@@ -203,7 +203,7 @@ def test_a_missing_tracker_names_its_extra(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dry_run_prints_what_loads_again_and_writes_nothing(
+def test_the_output_of_a_dry_run_is_a_recipe(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     awkward = 'a "quoted" \\ name\twith\nlines é 日本'

@@ -22,7 +22,7 @@ ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 
 
 @pytest.mark.parametrize(
-    ("values", "is_share", "told"),
+    ("values", "is_share", "message"),
     [
         ((0.35, 0.255, 0.459), True, "35.0 % [25.5, 45.9]"),
         ((0.0, 0.0, 0.0188), True, "0.0 % [0.0, 1.9]"),
@@ -34,9 +34,9 @@ ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
     ],
 )
 def test_a_score_is_per_cent_with_its_interval_and_a_return_is_a_number(
-    values: tuple[float, ...], is_share: bool, told: str
+    values: tuple[float, ...], is_share: bool, message: str
 ) -> None:
-    assert score(*values, is_share=is_share) == told
+    assert score(*values, is_share=is_share) == message
 
 
 def test_differences_are_points_with_their_sign() -> None:
@@ -49,12 +49,16 @@ def is_calm(text: str) -> bool:
     return text.replace("\n", "").isprintable()
 
 
-def test_a_line_stays_one_line_whatever_it_holds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_any_text_is_printed_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     print_lines(f"first\n{ESCAPES}\r", "second \ud800")
     print_lines("third\u2028", to_stderr=True)
-    told = capsys.readouterr()
-    assert is_calm(told.out) and told.out.splitlines()[1:] == ["second  "] and told.out.startswith("first a")
-    assert told.err == "third \n"
+    message = capsys.readouterr()
+    assert (
+        is_calm(message.out)
+        and message.out.splitlines()[1:] == ["second  "]
+        and message.out.startswith("first a")
+    )
+    assert message.err == "third \n"
 
 
 def shown(*cells: str, styled: bool = False) -> str:
@@ -67,7 +71,7 @@ def shown(*cells: str, styled: bool = False) -> str:
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
-def test_no_text_in_a_table_steers_the_terminal(one: str, other: str) -> None:
+def test_no_text_in_a_table_controls_the_terminal(one: str, other: str) -> None:
     assert is_calm(shown(one, other)) and is_calm(shown(ESCAPES, f"{one}\n{other}"))
 
 
@@ -78,7 +82,9 @@ def test_the_styles_of_a_table_are_its_own_and_its_columns_stay() -> None:
     assert len({len(line) for line in lines}) == 1 and any("lines" in line for line in lines)
 
 
-def test_a_buffer_of_others_is_shown_in_peace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_a_buffer_cannot_control_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Agents, tasks and steps are as others wrote them: `buffer query` sent their escapes to the terminal."""
     record = {
         "question": ESCAPES, "messages": [{"role": "assistant", "content": f"look {ESCAPES}"},
@@ -92,8 +98,8 @@ def test_a_buffer_of_others_is_shown_in_peace(tmp_path: Path, capsys: pytest.Cap
     assert main(["buffer", "import", str(file), "--out", buffer, "--skip-malformed", *given]) == 0
     assert main(["buffer", "stats", buffer, *given]) == 0
     assert main(["buffer", "query", buffer, "look", *given]) == 0
-    told = capsys.readouterr()
-    assert "owned" in told.out and is_calm(told.out) and is_calm(told.err)
+    message = capsys.readouterr()
+    assert "owned" in message.out and is_calm(message.out) and is_calm(message.err)
 
 
 class Named(Settings):

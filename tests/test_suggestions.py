@@ -37,7 +37,7 @@ def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "sections", "told"),
+    ("path", "sections", "message"),
     [
         ("algorithm.first_wave", {}, "first_wave belongs to type arpo, yours is grpo"),
         ("algorithm.temperature", {}, "temperature belongs to type rollout_replay, yours is grpo"),
@@ -65,19 +65,19 @@ def put(tree: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("buffer.embedder.type", {}, "buffer.embedder: is a string and has no keys (type)"),
     ],
 )
-def test_an_unknown_key_names_the_type_that_has_it(path: str, sections: dict[str, Any], told: str) -> None:
-    assert told in refusal(put({**BASE, **sections}, path, 1))
+def test_an_unknown_key_names_the_type_that_has_it(path: str, sections: dict[str, Any], message: str) -> None:
+    assert message in refusal(put({**BASE, **sections}, path, 1))
 
 
 @pytest.mark.parametrize("name", ["arpo", "aepo"])
 def test_a_first_wave_larger_than_the_group_names_the_keys_to_set(name: str) -> None:
-    told = refusal({**BASE, "algorithm": {"type": name, "group_size": 4}})
-    assert "set algorithm.first_wave to at most 4, or algorithm.group_size to at least 8" in told
+    message = refusal({**BASE, "algorithm": {"type": name, "group_size": 4}})
+    assert "set algorithm.first_wave to at most 4, or algorithm.group_size to at least 8" in message
 
 
 def test_a_branch_larger_than_the_group_names_the_keys_to_set() -> None:
-    told = refusal({**BASE, "algorithm": {"type": "combined", "group_size": 4, "branch": {}}})
-    assert "set algorithm.branch.first_wave to at most 4, or algorithm.group_size to at least 8" in told
+    message = refusal({**BASE, "algorithm": {"type": "combined", "group_size": 4, "branch": {}}})
+    assert "set algorithm.branch.first_wave to at most 4, or algorithm.group_size to at least 8" in message
 
 
 def test_a_key_of_a_tool_names_the_tool_that_has_it(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_no_suggestion_leads_to_another_unknown_key(kind: Any) -> None:
             if key in load_settings_class(kind, name).model_fields:
                 continue
             path = f"{section}.{key}"
-            told = refusal(put(tree, path, 1))
-            line = next(one for one in told.split("; ") if one.startswith(f"{path}: unknown key"))
-            assert f"yours is {name}" in line or "did you mean" in line, told
-            whole = told[told.index(path) :]
+            message = refusal(put(tree, path, 1))
+            line = next(one for one in message.split("; ") if one.startswith(f"{path}: unknown key"))
+            assert f"yours is {name}" in line or "did you mean" in line, message
+            whole = message[message.index(path) :]
             for suggested in re.findall(r"did you mean ([\w.]+)(?: or ([\w.]+))?\?", whole):
                 for one in filter(None, suggested):
                     if "." in one:
@@ -145,7 +145,7 @@ def test_a_preset_and_another_one_contradict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "told"),
+    ("path", "name", "message"),
     [
         ("algorithm.type", "dpao", "did you mean dapo?"),
         ("algorithm.type", "wandb", "it is one of the trackers"),
@@ -154,9 +154,9 @@ def test_a_preset_and_another_one_contradict() -> None:
         ("trackers", ["minilm"], "it is one of the embedders"),
     ],
 )
-def test_an_unknown_name_lists_presets_and_finds_other_kinds(path: str, name: Any, told: str) -> None:
+def test_an_unknown_name_lists_presets_and_finds_other_kinds(path: str, name: Any, message: str) -> None:
     line = refusal(put(BASE, path, name))
-    assert told in line and "\n" not in line
+    assert message in line and "\n" not in line
     assert ("presets: " in line and "aepo" in line) == path.startswith("algorithm")
 
 

@@ -313,9 +313,7 @@ def test_numpy_references(groups: Any) -> None:
     returns=st.lists(st.floats(-100.0, 100.0).map(lambda value: round(value, 3)), min_size=2, max_size=16),
     position=st.integers(0, 16),
 )
-def test_an_unscorable_rollout_leaves_the_others_bit_for_bit_alone(
-    returns: list[float], position: int
-) -> None:
+def test_an_unscorable_rollout_changes_no_bit_of_the_others(returns: list[float], position: int) -> None:
     position = min(position, len(returns))
     for compute in BOTH:
         base = compute(returns=returns)

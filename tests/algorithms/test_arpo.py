@@ -144,7 +144,7 @@ def test_the_share_of_draws_that_branch_is_the_probability(
     )
 
 
-def test_presets_fill_what_is_not_given() -> None:
+def test_presets_set_the_defaults_of_missing_keys() -> None:
     for name in PRESETS:
         chosen = validate(ArpoSettings, {"type": "arpo", "preset": name, "window": 7})
         assert chosen.window == 7 and chosen.preset == name
@@ -175,7 +175,7 @@ def hook(**options: Any) -> BranchHook:
     return BranchHook(validate(ArpoSettings, options), group_size=16, vocabulary_size=V)
 
 
-def test_the_change_is_that_of_the_look_ahead_against_the_lineage_s_first_turn() -> None:
+def test_the_change_is_the_look_ahead_minus_the_first_turn_of_the_lineage() -> None:
     state = state_with([[0.1, 0.3], [9.0] * 30, [1.0] * 2 + [2.0] * 2 + [50.0]])
     hook(window=4).num_forks(state)
     assert state.last_node.metadata["entropy_change"] == pytest.approx((1.5 - 0.2) / math.log(V))
@@ -324,7 +324,7 @@ def group_of_one(entropies: list[list[float]]) -> Trace:
     return state.trace
 
 
-def test_the_budget_of_the_first_wave_is_that_of_the_probing_rollout_s_entropies() -> None:
+def test_the_entropies_of_the_first_rollout_determine_the_first_wave() -> None:
     """k sigmoid((H_root - H_tool) / 2), rounded down, and one more; H_tool is the mean over the turns after a
     tool.
     """
@@ -340,7 +340,7 @@ def test_the_budget_of_the_first_wave_is_that_of_the_probing_rollout_s_entropies
     assert hook().budget(broken) is None and hook(first_wave=5).first_wave == 5
 
 
-def test_the_draws_of_a_fork_are_the_turn_s_own_stream() -> None:
+def test_the_draws_of_a_fork_are_from_the_stream_of_its_turn() -> None:
     state = state_with([[1.0], [1.0]])
     draws = stream(0, "branch", 0, "t", 0, 1).random(64)
     found = hook(base_probability=0.4, num_children=64).num_forks(state)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from outrider.algorithms.base import Attribution, outcome_advantages, write_advantages
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Trace
 from outrider.training.packing import RolloutPath, advantages_by_rollout
-from outrider.types import Message, Origin, Outcome, Task
+from outrider.types import Origin
+from tests.algorithms.builders import add_node, finish, new_trace
 
-TEXT = Message(role="assistant", content="")
 ACTIONS, FIRST_WAVE, LEAVES = 3, 2, 4
 
 
@@ -48,25 +48,13 @@ def groups(first: np.ndarray, second: np.ndarray) -> Iterator[tuple[float, tuple
 
 
 def trace_of(tops: tuple[int, ...], belows: tuple[int, ...], returns: np.ndarray) -> Trace:
-    trace = Trace(task=Task(key="t", question=""))
-
-    def policy(parent: Node, action: int) -> Node:
-        return trace.append(
-            parent=parent.node_id,
-            origin=Origin.POLICY,
-            token_ids=(action,),
-            message=TEXT,
-            logprobs=(-1.0,),
-            entropies=(1.0,),
-        )
-
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(0,), message=TEXT)
-    shared = [policy(root, action) for action in tops]
+    trace = new_trace()
+    root = add_node(trace, None, Origin.PROMPT)
+    shared = [add_node(trace, root, Origin.POLICY, token_ids=(action,)) for action in tops]
     for leaf, action in enumerate(belows):
         top = leaf % FIRST_WAVE
-        tip = policy(shared[top], action)
-        value = float(returns[tops[top], action])
-        trace.finish(Leaf(node_id=tip.node_id, rollout=leaf, outcome=Outcome.FINISHED, episode_return=value))
+        node = add_node(trace, shared[top], Origin.POLICY, token_ids=(action,))
+        finish(trace, node, float(returns[tops[top], action]))
     return trace
 
 

@@ -113,7 +113,7 @@ def test_without_a_call_nothing_branches_and_the_rest_begins_at_once() -> None:
     assert report.num_batches == 2
 
 
-def test_one_place_is_given_once_and_each_prompt_has_its_own() -> None:
+def test_each_group_has_its_own_budget_of_forks() -> None:
     """Same rows: the one place of the first prompt is used, the second prompt's rollouts did not branch and
     one is begun afresh.
     """
@@ -147,7 +147,7 @@ def test_a_tool_that_is_down_is_a_fault_and_no_text_for_the_policy() -> None:
 
 
 @pytest.mark.parametrize("query", [" ", " \n "])
-def test_an_empty_query_is_answered_in_words(query: str) -> None:
+def test_an_empty_query_gets_an_explanation(query: str) -> None:
     """Deviation: the released loop ends the rollout in silence."""
     script: dict[tuple[int, int, int], str] = {}
     for rollout in range(2):

@@ -228,7 +228,7 @@ def test_the_modes_are_those_of_both_methods(size: int, hybrid: int, p: float, s
     assert tip_mode("hybrid") == tip_mode("on_policy") == PLAIN
 
 
-def test_tips_act_first_then_retrieval_then_branches(tmp_path: Path) -> None:
+def test_hooks_act_in_the_order_tips_retrieval_branches(tmp_path: Path) -> None:
     chosen = validate(CombinedSettings, {"type": "combined", **SHARED, **SECTIONS})
     with StepTraceBuffer(tmp_path / "b.sqlite", load_embedder("hash"), mode="write") as buffer:
         method = Combined(chosen, buffer=buffer, embedder=HashEmbedder(), vocabulary_size=9)

@@ -18,12 +18,12 @@ from outrider.algorithms.exploration import Combined, CombinedSettings
 from outrider.algorithms.losses import TokenLossInputs
 from outrider.config import validate
 from outrider.memory.embedders import HashEmbedder
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Node, Trace
 from outrider.training.packing import pack
 from outrider.training.update import MetricAccumulator, rollout_paths
-from outrider.types import Message, Origin, Outcome, Task
+from outrider.types import Origin
+from tests.algorithms.builders import add_node, finish, new_trace
 
-TEXT = Message(role="assistant", content="")
 ACTIONS, FIRST_WAVE, LEAVES = 2, 2, 4
 HYBRID = (False, False, True, True)
 RETRIEVED = {"step_ids": [1], "similarity": 0.5, "agent": "expert", "source_task": "t", "num_calls_saved": 0}
@@ -75,32 +75,28 @@ def entropy_of(probabilities: np.ndarray) -> float:
 
 
 def trace_of(tree: Tree, policy: np.ndarray, mode: str, tops: Any, belows: Any) -> Trace:
-    trace = Trace(
-        task=Task(key="t", question=""),
-        modes=tuple(f"{mode}+{'hybrid' if one else 'on_policy'}" for one in HYBRID),
-    )
-
-    def other(parent: Node | None, origin: Origin, num: int, **given: Any) -> Node:
-        return trace.append(parent=None if parent is None else parent.node_id, origin=origin,
-                            token_ids=(7,) * num, message=TEXT, metadata=given)  # fmt: skip
+    trace = new_trace(modes=tuple(f"{mode}+{'hybrid' if one else 'on_policy'}" for one in HYBRID))
 
     def turn(parent: Node, row: int, action: int) -> Node:
         chance = policy[row]
-        return trace.append(parent=parent.node_id, origin=Origin.POLICY, token_ids=(action,), message=TEXT,
-                            logprobs=(float(np.log(chance[action])),),
-                            entropies=(entropy_of(chance),))  # fmt: skip
+        logprobs = (float(np.log(chance[action])),)
+        entropies = [entropy_of(chance)]
+        return add_node(
+            trace, parent, Origin.POLICY, token_ids=(action,), logprobs=logprobs, entropies=entropies
+        )
 
-    begin = other(None, Origin.PROMPT, 2)
+    node = add_node(trace, None, Origin.PROMPT, num_tokens=2)
     if mode != "plain":
-        begin = other(other(begin, Origin.MEMORY, NUM_TIP, tip_ids=[], similarities=[]), Origin.PROMPT, 1)
-    seen = [other(turn(begin, 0, top), Origin.ENVIRONMENT, 2) for top in tops]
+        metadata: dict[str, Any] = {"tip_ids": [], "similarities": []}
+        node = add_node(trace, node, Origin.MEMORY, num_tokens=NUM_TIP, metadata=metadata)
+        node = add_node(trace, node, Origin.PROMPT)
+    seen = [add_node(trace, turn(node, 0, top), Origin.ENVIRONMENT, num_tokens=2) for top in tops]
     for leaf, below in enumerate(belows):
-        top, place = tops[leaf % FIRST_WAVE], seen[leaf % FIRST_WAVE]
+        top, node = tops[leaf % FIRST_WAVE], seen[leaf % FIRST_WAVE]
         if HYBRID[leaf]:
-            place = other(place, Origin.BUFFER, NUM_RETRIEVED, **RETRIEVED)
-        tip = turn(place, tree.row(leaf, top), below)
-        value = float(tree.returns[int(HYBRID[leaf]), top, below])
-        trace.finish(Leaf(node_id=tip.node_id, rollout=leaf, outcome=Outcome.FINISHED, episode_return=value))
+            node = add_node(trace, node, Origin.BUFFER, num_tokens=NUM_RETRIEVED, metadata=RETRIEVED)
+        node = turn(node, tree.row(leaf, top), below)
+        finish(trace, node, float(tree.returns[int(HYBRID[leaf]), top, below]))
     return trace
 
 
@@ -183,7 +179,7 @@ def enumerated(tree: Tree, *, a: float, m: float) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("a", "m"), [(0.0, 0.0), (0.2, 0.0), (0.0, 0.05), (0.7, 0.4)])
-def test_the_triple_s_expected_gradient_is_that_of_its_formulas(seed: int, a: float, m: float) -> None:
+def test_the_expected_gradient_of_all_three_is_that_of_their_formulas(seed: int, a: float, m: float) -> None:
     tree = Tree(seed)
     found = expected_estimate(tree, combined(a=a, m=m), "tips_off")
     np.testing.assert_allclose(found, enumerated(tree, a=a, m=m), atol=1e-11)
@@ -200,7 +196,7 @@ def test_without_tips_and_weights_it_is_the_policy_gradient_but_for_the_bias_of_
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_without_its_tips_a_group_follows_the_student_s_gradient_from_the_states_that_tips_led_to(
+def test_without_tips_a_group_has_the_gradient_without_tips_in_the_states_that_tips_led_to(
     seed: int,
 ) -> None:
     """The ratio of a token mends its own choice; where tips led before it is not mended (EMPO²'s ratios are
@@ -215,7 +211,7 @@ def test_without_its_tips_a_group_follows_the_student_s_gradient_from_the_states
     assert np.abs(visited - 1).max() > 0.01
 
 
-def test_the_algorithm_s_other_denominator_leaves_the_ratio_out() -> None:
+def test_the_other_denominator_has_no_ratio() -> None:
     """``old_context = student``: the ratio is 1 where the update begins, so tips' choices are not mended."""
     tree = Tree(0)
     found = expected_estimate(tree, combined(a=0.2, m=0.05, old_context="student"), "tips_off")

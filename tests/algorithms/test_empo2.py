@@ -45,7 +45,7 @@ def test_proportions_are_exact_over_whole_windows(p: float, q: float, seed: int,
     assert abs(counts["tips_off"] - q * (num - counts["plain"])) <= 0.5 + 1e-9
 
 
-def test_the_paper_s_proportions_and_their_order() -> None:
+def test_the_proportions_of_the_paper_and_their_order() -> None:
     schedule = ModeSchedule(memory_probability=0.25, off_policy_probability=2 / 3, seed=0)
     modes = [schedule.mode(group) for group in range(240)]
     assert Counter(modes) == {"plain": 180, "tips_on": 20, "tips_off": 40}
@@ -89,7 +89,7 @@ def test_masked_clipped_loss(sign: str) -> None:
     assert gradient.tolist() == slopes[f"A={sign}1 algorithm1"]
 
 
-def test_the_released_mask_takes_whole_turns() -> None:
+def test_the_released_mask_drops_whole_turns() -> None:
     inputs, expected = load_vector("empo2", "released_low_prob_mask")
     old = torch.tensor(inputs["old_log_probs"], dtype=torch.float64)
     real = torch.tensor(inputs["response_mask"], dtype=torch.bool)
@@ -175,7 +175,7 @@ def test_novelty_is_counted_per_task_independent_of_the_scope_of_tips(scope: str
     num_tasks=st.integers(5, 30),
     scope=st.sampled_from(["task", "all"]),
 )
-def test_a_run_knows_whether_a_task_ever_finds_its_own_tips(
+def test_runs_in_which_no_task_repeats_never_show_a_tip(
     num_steps: int, tasks_per_step: int, num_tasks: int, scope: str
 ) -> None:
     order = TaskOrder(
@@ -207,7 +207,7 @@ def test_the_shipped_recipes_show_tips() -> None:
         assert not never_shows_a_tip(recipe.algorithm, num_groups=num_groups, num_tasks=num_tasks), name
 
 
-def test_equal_rollouts_get_equal_intrinsic_rewards_whatever_their_number() -> None:
+def test_equal_rollouts_get_equal_intrinsic_rewards() -> None:
     """Counted one after the other, the first of eight equal rollouts would win the group."""
     trace = build_episodes([0.0] * 4, [["start", "kitchen"]] * 4)
     assert empo2().assign_advantages(trace).advantages.reason == "no_spread"
@@ -261,7 +261,7 @@ def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budge
         assert len(render_tips([hit.tip for hit in again])) > budget
 
 
-def test_presets_fill_what_is_not_given() -> None:
+def test_presets_set_the_defaults_of_missing_keys() -> None:
     assert validate(Empo2Settings, {"preset": "empo2-alg1"}).old_context == "student"
     released = validate(Empo2Settings, {"preset": "empo2-released", "memory": {"capacity": 7}})
     assert (released.student_mask, released.memory.state_key, released.memory.capacity) == ("turn", "chat", 7)
@@ -451,7 +451,7 @@ def test_equal_rollouts_are_a_tie_and_the_predictor_also_learns_without_a_reward
         assert seen.advantages.has_signal and not unseen.advantages.has_signal
 
 
-def test_a_restored_algorithm_goes_on_bit_for_bit() -> None:
+def test_a_restored_algorithm_continues_bit_for_bit() -> None:
     whole, first, second = (empo2(novelty="rnd") for _ in range(3))
     for one in (whole, first):
         one.assign_advantages(build_episodes([0.0] * 4, KNOWN))

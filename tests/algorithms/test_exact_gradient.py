@@ -96,7 +96,7 @@ def test_means_over_lengths_bend_unbiased_credit(row: str, cosine: float) -> Non
 
 
 @pytest.mark.parametrize(("kind", "mean"), [("token_mean", "group"), ("sequence_mean_token_mean", "rollout")])
-def test_the_benchmark_s_means_are_those_of_the_loss(kind: Aggregation, mean: str) -> None:
+def test_the_means_of_the_benchmark_are_those_of_the_loss(kind: Aggregation, mean: str) -> None:
     """Every ordered pair of paths, with the weights that the loss gives to its tokens, against the
     enumeration.
     """

@@ -300,7 +300,7 @@ def test_a_rollout_that_a_fault_ended_changes_no_bit_of_the_others(statistics: s
     assert algorithm.assign_advantages(empty).advantages.reason == "unscorable"
 
 
-def test_gamma_at_its_ends_and_what_raises() -> None:
+def test_gamma_at_its_ends_and_invalid_values() -> None:
     rewards = [1.0, 0.0, 2.0]
     assert discounted_returns_per_turn(rewards, gamma=0.0) == rewards
     assert discounted_returns_per_turn(rewards, gamma=1.0) == [3.0, 2.0, 2.0]

@@ -110,7 +110,7 @@ EVERY = [("grpo", name) for name in GRPO_PRESETS] + [
 
 
 @pytest.mark.parametrize(("kind", "name"), EVERY, ids=lambda value: value)
-def test_a_preset_fills_what_is_not_given_and_survives_the_run_directory(kind: str, name: str) -> None:
+def test_a_preset_sets_missing_keys_and_survives_the_run_directory(kind: str, name: str) -> None:
     presets: Mapping[str, Any] = GRPO_PRESETS if kind == "grpo" else REINFORCE_PLUS_PLUS_PRESETS
     settings = chosen(name)
     assert settings.preset == name  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def test_a_table_that_both_name_is_merged() -> None:
     assert plain.overlong is not None and plain.overlong.counted == "policy"
 
 
-def test_a_punishment_that_no_rollout_can_reach_is_refused() -> None:
+def test_a_length_penalty_that_no_rollout_can_reach_is_an_error() -> None:
     tree: dict[str, Any] = {
         "environment": {"type": "factbook"},
         "rollout": {"max_response_tokens": 400, "max_turn_tokens": 40},

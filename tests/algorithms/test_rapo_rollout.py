@@ -364,7 +364,7 @@ def test_execute_can_end_the_episode(buffer: StepTraceBuffer) -> None:
 
 
 @pytest.mark.parametrize("no", [{"invalid": True}, {"refused": True}])
-def test_a_refused_action_falls_back_to_the_policy_and_is_counted(
+def test_an_action_that_the_environment_rejects_is_counted_and_the_policy_continues(
     buffer: StepTraceBuffer, no: dict[str, bool]
 ) -> None:
     """Whether the environment could not read it or did not do it."""
@@ -381,7 +381,7 @@ def test_a_refused_action_falls_back_to_the_policy_and_is_counted(
         assert [n.origin for n in path if n.trainable] == [Origin.POLICY] * 4 and not retrieved(path)
 
 
-def test_a_long_step_is_cut_with_a_mark_and_stays_closed(buffer: StepTraceBuffer) -> None:
+def test_a_long_step_is_truncated_with_a_mark_and_a_closing_tag(buffer: StepTraceBuffer) -> None:
     traces, _, _ = play(buffer, limits=Limits(max_turns=3, max_splice_tokens=36))
     nodes = [n for path in paths(traces) for n in retrieved(path)]
     assert nodes and all(len(n.token_ids) == 36 and n.metadata["num_tokens_cut"] > 0 for n in nodes)

@@ -47,7 +47,7 @@ def test_options_by_hand() -> None:
     assert kept(ties, keep="best") == [0]
 
 
-def test_what_is_written_and_reported() -> None:
+def test_written_advantages_and_measurements() -> None:
     trace = credited_trace = group()
     credit = Rejection(validate(RejectionSettings, {})).assign_advantages(trace)
     assert [leaf.advantage for leaf, _ in trace.rollouts()] == [0.0, 1.0, 1.0, 0.0, 1.0, None]
@@ -123,6 +123,6 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
     ],
     ids=str,
 )
-def test_what_has_no_meaning_is_refused(wrong: dict[str, Any], told: str) -> None:
+def test_settings_without_meaning_are_errors(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         validate(RejectionSettings, wrong)

@@ -135,7 +135,7 @@ def test_settings_next_to_those_errors_are_valid() -> None:
         retrieval_reward_per_rollout(entropies_before=[1.0], entropies_after=[])
 
 
-def test_the_hooks_get_the_run_s_settings() -> None:
+def test_the_hooks_get_the_settings_of_the_run() -> None:
     settings = RapoSettings(group_size=8, num_hybrid=3, ratio_weight=0.0, branch=BranchSettings(first_wave=4))
     rapo = Rapo(settings, buffer=BUFFER, num_training_steps=7, vocabulary_size=50, every_action=True)
     retrieval, branch = rapo.hooks

@@ -67,7 +67,7 @@ def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace]
 
 
 @pytest.mark.parametrize("scope", ["all", "other_tasks"])
-def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
+def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_gets_no_reward(
     buffer: StepTraceBuffer, scope: str
 ) -> None:
     """The shop answers it in words, and the policy goes on without having been shown anything."""
@@ -86,7 +86,7 @@ def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_is_not_paid_for(
     assert 0 < num_paid <= len(shown)
 
 
-def test_what_a_rollout_did_can_be_done_again_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
+def test_a_rollout_can_be_replayed_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
     """A retrieved step that was done is a step of the episode, or the pages behind it would be in no
     order.
     """

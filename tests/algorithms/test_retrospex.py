@@ -53,7 +53,7 @@ def test_the_released_scores(preset: str) -> None:
         assert int(scores.argmax()) == expected[name]["choice"]
 
 
-def test_what_ties_decides_nothing() -> None:
+def test_a_component_without_spread_has_no_effect() -> None:
     assert rescore([0.5, 0.5], [2.0, 1.0], weight=0.6).tolist() == pytest.approx([0.4, 0.0])
     assert rescore([0.2, 0.5], [2.0, 2.0], weight=0.6).tolist() == pytest.approx([0.0, 0.6])
     assert rescore([0.5], [2.0], weight=0.6).tolist() == [0.0]
@@ -185,7 +185,7 @@ SHORT = CriticSettings(
 )
 
 
-def test_turns_are_what_was_seen_done_and_paid() -> None:
+def test_transitions_have_observations_actions_and_rewards() -> None:
     found = to_transitions(walk("rlg", reward=0.5))
     assert [one.action for one in found] == ["go right", "go left", "give up"]
     assert [one.reward for one in found] == [0.0, 0.0, 0.5]
@@ -202,7 +202,7 @@ def test_turns_are_what_was_seen_done_and_paid() -> None:
         encode_turns([], HashEmbedder())
 
 
-def test_the_critic_of_a_random_walk_knows_the_way() -> None:
+def test_the_critic_of_random_walks_prefers_the_shortest_way() -> None:
     embedder = HashEmbedder()
     networks = train(encode_turns(walks(), embedder), SHORT)
     critic = Critic(networks, embedder, SHORT)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,43 +18,25 @@ from outrider.algorithms.rollout_replay import (
 )
 from outrider.config import validate
 from outrider.errors import CheckpointError
-from outrider.trace import Leaf, Trace
-from outrider.types import Message, Origin, Outcome, Task
+from outrider.trace import Trace
+from outrider.types import Origin, Task
+from tests.algorithms.builders import add_node, finish, new_trace
+from tests.vectors import load_vectors
 
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
-}
-TEXT = Message(role="assistant", content="said")
+CASES = load_vectors("advantages")
 
 
 def group(key: str, returns: Sequence[float | None], *, salt: int = 0) -> Trace:
-    """Rollouts of two turns around an observation; None is a fault that left a node behind."""
-    trace = Trace(task=Task(key=key, question="?"), modes=("on_policy",) * len(returns))
-    root = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(5, 6), message=TEXT)
+    """Return rollouts of two turns around an observation. None is a fault, whose node remains in the tree."""
+    trace = new_trace(key, modes=("on_policy",) * len(returns))
+    root = add_node(trace, None, Origin.PROMPT, token_ids=(5, 6))
     for rollout, value in enumerate(returns):
-        said: dict[str, Any] = {
-            "message": TEXT,
-            "logprobs": (-0.1 - rollout, -1 / 3),
-            "entropies": (0.5, 0.25),
-        }
-        first = trace.append(
-            parent=root.node_id, origin=Origin.POLICY, token_ids=(7 + rollout, 8 + salt), **said
-        )
-        if value is None:
-            trace.finish(Leaf(node_id=None, rollout=rollout, outcome=Outcome.TOOL_FAULT, episode_return=None))
-            continue
-        seen = trace.append(parent=first.node_id, origin=Origin.ENVIRONMENT, token_ids=(9,), message=TEXT)
-        last = trace.append(parent=seen.node_id, origin=Origin.POLICY, token_ids=(10, 11), **said)
-        trace.finish(
-            Leaf(
-                node_id=last.node_id,
-                rollout=rollout,
-                outcome=Outcome.FINISHED,
-                episode_return=value,
-                success=value == 1.0,
-            )
-        )
+        turn: dict[str, Any] = {"logprobs": (-0.1 - rollout, -1 / 3), "entropies": (0.5, 0.25)}
+        node = add_node(trace, root, Origin.POLICY, token_ids=(7 + rollout, 8 + salt), **turn)
+        if value is not None:
+            node = add_node(trace, node, Origin.ENVIRONMENT, token_ids=(9,))
+            node = add_node(trace, node, Origin.POLICY, token_ids=(10, 11), **turn)
+        finish(trace, node, value, success=value == 1.0)
     return trace
 
 
@@ -68,9 +49,7 @@ def keys(algorithm: RolloutReplay) -> list[str]:
 
 
 def test_upstream_selection_through_the_buffer() -> None:
-    """Seven groups come in one a step, so that all stay; then a step of two replays from those that are
-    eligible.
-    """
+    """Seven groups are stored, one per step; then a step of two replays eligible ones."""
     case = CASES["rollout_replay.select_buffer"]
     inputs, expected = case["inputs"], case["expected"]
     algorithm = replay(buffer_size=inputs["buffer_size"], num_fresh_steps=0)
@@ -96,7 +75,7 @@ def test_upstream_selection_through_the_buffer() -> None:
     assert len(drawn) == 6  # every pair of four
 
 
-def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> None:
+def test_a_stored_group_has_no_faults_advantages_and_texts() -> None:
     trace = group("t", [1.0, None, 0.25])
     for node in trace.nodes:
         node.metadata["rollout"] = 3
@@ -105,24 +84,18 @@ def test_a_stored_group_is_the_group_without_its_faults_credit_and_texts() -> No
     assert again.is_replayed and sorted(again.leaves) == [0, 2] and again.task.key == "t"
     kept = [(leaf, path) for leaf, path in trace.rollouts() if path]
     for (leaf, path), (twin, copied) in zip(kept, again.rollouts(), strict=True):
-        assert (leaf.rollout, leaf.episode_return, leaf.success) == (
-            twin.rollout,
-            twin.episode_return,
-            twin.success,
-        )
-        assert [(n.origin, n.token_ids, n.logprobs) for n in path] == [
-            (n.origin, n.token_ids, n.logprobs) for n in copied
-        ]
+        for name in ("rollout", "episode_return", "success"):
+            assert getattr(leaf, name) == getattr(twin, name)
+        one, other = ([(n.origin, n.token_ids, n.logprobs) for n in nodes] for nodes in (path, copied))
+        assert one == other
     assert len(again.nodes) == 7  # the prompt once, and nothing of the fault
     algorithm = replay()
     algorithm.assign_advantages(again)
-    assert algorithm.assign_advantages(stored_copy(stored)).advantages.values.tolist() == [
-        pytest.approx(0.70710, abs=1e-4),
-        pytest.approx(-0.7071, abs=1e-4),
-    ]
+    values = algorithm.assign_advantages(stored_copy(stored)).advantages.values
+    assert values.tolist() == pytest.approx([0.7071, -0.7071], abs=1e-4)
 
 
-def test_a_buffer_comes_back_bit_for_bit_from_plain_data_and_arrays() -> None:
+def test_a_buffer_is_restored_bit_for_bit_from_plain_data_and_arrays() -> None:
     algorithm = replay(selection="difficulty", num_fresh_steps=0)
     for step in range(3):
         algorithm.replay(
@@ -141,7 +114,7 @@ def test_a_buffer_comes_back_bit_for_bit_from_plain_data_and_arrays() -> None:
         restore_groups(state["groups"][:-1], arrays)
 
 
-def test_what_may_be_replayed_goes_by_success_or_by_return() -> None:
+def test_groups_are_eligible_by_success_or_by_return() -> None:
     graded = [group("t", [0.2, 0.6])]
     for reward, num in (("success", 0.0), ("return", 1.0)):
         algorithm = replay(reward=reward, num_fresh_steps=0)
@@ -150,7 +123,7 @@ def test_what_may_be_replayed_goes_by_success_or_by_return() -> None:
 
 
 def test_returns_that_differ_by_rounding_are_no_spread() -> None:
-    """The group would take the place of one that has credit."""
+    """Such a group would replace one that has a signal."""
     algorithm = replay(reward="return", num_fresh_steps=0)
     algorithm.replay([group("noise", [0.3, 0.1 + 0.2]), group("t", [0.3, 0.4])], step=0)
     replayed, metrics = algorithm.replay([], step=1)
@@ -173,7 +146,7 @@ def test_a_group_of_faults_is_not_stored() -> None:
     assert algorithm.stored == [] and algorithm.estimates == {}
 
 
-def test_tasks_are_drawn_as_the_probabilities_say() -> None:
+def test_tasks_are_drawn_with_the_probabilities_of_the_released_rule() -> None:
     """First draws, against the probabilities of the released rule; and the released temperature does not
     break.
     """

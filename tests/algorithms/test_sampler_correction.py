@@ -191,7 +191,7 @@ def test_weighted_losses(name: str) -> None:
     np.testing.assert_allclose(gradient, flat(case["expected"]["grad_log_prob"]), atol=1e-9)
 
 
-def test_a_whole_rollout_goes_when_its_geometric_mean_is_outside() -> None:
+def test_a_whole_rollout_is_masked_if_its_geometric_mean_is_outside() -> None:
     tokens: dict[str, Any] = {
         "old_logprobs": flat([6.0, 0.25, 8.0, 2.0]).log(),
         "sampler_logprobs": torch.zeros(4, dtype=torch.float64),

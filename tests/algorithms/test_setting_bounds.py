@@ -1,6 +1,4 @@
-"""Defaults and bounds of the settings that hold formulas: a default that moves changes runs in silence, a
-bound that moves refuses none.
-"""
+"""Defaults and bounds of the settings of formulas: a changed default would silently change runs."""
 
 import math
 from typing import Any
@@ -82,8 +80,7 @@ def test_defaults(kind: type[Settings]) -> None:
 
 SMALL = 2.0**-20
 CISPO = {"ratio_cap": 2.0}
-# Class, setting, the least value, the largest one, and what else it needs; a bound that no value reaches is
-# given as open.
+# Class, setting, smallest and largest value, and other settings that it needs.
 CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, Any]]] = [
     (ObjectiveSettings, "group_size", 2, None, {}),
     (ClipLoss, "clip_low", 0.0, 1.0, {}),
@@ -144,28 +141,18 @@ def accepts(kind: type[Settings], options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "least", "most", "rest"), CLOSED, ids=lambda one: getattr(one, "__name__", str(one))
+    ("is_closed", "bounds"),
+    [*((True, bounds) for bounds in CLOSED), *((False, bounds) for bounds in OPEN)],
+    ids=lambda one: f"{one[0].__name__}.{one[1]}" if isinstance(one, tuple) else "",
 )
-def test_closed_bounds(
-    kind: Any, name: str, least: float | None, most: float | None, rest: dict[str, Any]
-) -> None:
+def test_bounds(is_closed: bool, bounds: tuple[type[Settings], str, float | None, float | None, Any]) -> None:
+    kind, name, least, most, rest = bounds
     for bound, sign in ((least, -1), (most, 1)):
         if bound is not None:
             step = 1 if isinstance(bound, int) else SMALL
-            assert accepts(kind, rest | {name: bound}) and accepts(kind, rest | {name: bound - sign * step})
+            assert accepts(kind, rest | {name: bound}) is is_closed
+            assert accepts(kind, rest | {name: bound - sign * step})
             assert not accepts(kind, rest | {name: bound + sign * step})
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "least", "most", "rest"), OPEN, ids=lambda one: getattr(one, "__name__", str(one))
-)
-def test_open_bounds(
-    kind: Any, name: str, least: float | None, most: float | None, rest: dict[str, Any]
-) -> None:
-    for bound, sign in ((least, -1), (most, 1)):
-        if bound is not None:
-            assert accepts(kind, rest | {name: bound - sign * SMALL})
-            assert not accepts(kind, rest | {name: bound})
 
 
 @pytest.mark.parametrize(
@@ -179,14 +166,14 @@ def test_open_bounds(
     ],
     ids=str,
 )
-def test_rejections_that_have_no_meaning(wrong: dict[str, Any]) -> None:
+def test_rejections_without_meaning_are_errors(wrong: dict[str, Any]) -> None:
     assert not accepts(RejectionMask, wrong)
     assert accepts(RejectionMask, {"statistic": "k2", "scope": "max", "upper": 0.5})
     # both bounds given: the upper one may be below 1
     assert accepts(RejectionMask, {"lower": 0.5, "upper": 0.75})
 
 
-def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> None:
+def test_the_buffer_of_the_overlong_penalty_is_a_fifth_in_whole_tokens() -> None:
     assert [OverlongSettings().bounds(limit) for limit in (4, 5, 9, 20480)] == [
         (4, 1),
         (5, 1),
@@ -201,18 +188,18 @@ def test_the_buffer_of_the_overlong_punishment_is_a_fifth_in_whole_tokens() -> N
 @pytest.mark.parametrize(
     "loss", [{"loss": "gppo"}, {"clip_low": 0.1}, {"ratio_cap": 2.0}, {"sampler_level": "token"}]
 )
-def test_a_flat_key_of_before_is_refused_with_its_new_name(loss: dict[str, Any]) -> None:
-    told = {
+def test_a_flat_key_of_earlier_versions_is_an_error_with_its_new_name(loss: dict[str, Any]) -> None:
+    new_names = {
         "loss": "loss.type = gppo",
         "clip_low": "loss.clip_low",
         "ratio_cap": "loss.ratio_cap",
         "sampler_level": "sampler_correction.level",
     }
-    with pytest.raises(ConfigError, match=told[next(iter(loss))]):
+    with pytest.raises(ConfigError, match=new_names[next(iter(loss))]):
         validate(ObjectiveSettings, loss)
 
 
-def test_a_section_that_sets_one_key_keeps_the_method_s_own_others() -> None:
+def test_a_section_with_one_key_has_the_defaults_of_the_method_for_the_others() -> None:
     found = validate(RapoSettings, {"loss": {"clip_high": 0.4}}).loss
     assert found == ClipLoss(clip_low=0.28, clip_high=0.4)
     assert validate(RapoSettings, {"loss": {"type": "gspo"}, "ratio_weight": 0.0}).loss == GspoLoss()
@@ -221,7 +208,7 @@ def test_a_section_that_sets_one_key_keeps_the_method_s_own_others() -> None:
     assert validate(ObjectiveSettings, {"sampler_correction": "none"}).sampler_correction is None
 
 
-def test_a_preset_s_loss_is_merged_with_one_of_its_kind_and_replaced_by_another() -> None:
+def test_the_loss_of_a_preset_is_merged_with_one_of_its_type_and_replaced_by_another() -> None:
     one = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"clip_low": 0.1}}).loss
     assert one == GppoLoss(clip_low=0.1, clip_high=0.28, dual_clip=10.0)
     other = validate(GrpoSettings, {"preset": "gppo-official", "loss": {"type": "reinforce"}}).loss

@@ -306,7 +306,7 @@ def every_loss(logprobs: Any, old: Any, advantages: Any, index: torch.Tensor) ->
     }
 
 
-def test_only_the_token_form_gives_each_token_its_own_advantage() -> None:
+def test_only_the_token_form_uses_the_advantage_of_each_token() -> None:
     logprobs, old, advantages = flat([-0.9, -1.8]).requires_grad_(), flat([-1.0, -2.0]), flat([2.0, -1.0])
     ratio = math.exp(0.15)
     for form, slopes in (("token", [-2.0 * ratio, ratio]), ("sequence", [-0.5 * ratio] * 2)):

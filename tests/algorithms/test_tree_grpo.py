@@ -2,9 +2,7 @@
 settings refuse.
 """
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,11 +38,9 @@ from tests.training.test_pack_update import (  # noqa: F401
     shift,
     written_loss,
 )
+from tests.vectors import load_vectors
 
-CASES: dict[str, dict[str, Any]] = {
-    case["id"]: case
-    for case in json.loads((Path(__file__).parents[1] / "vectors" / "advantages.json").read_text())
-}
+CASES = load_vectors("advantages")
 
 
 def grown(algorithm: TreeGrpo, returns: list[float], *, seed: int = 0) -> Trace:
@@ -171,12 +167,12 @@ def test_the_size_of_a_group_follows_and_presets_fill_in() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_has_no_meaning_is_refused(options: dict[str, Any], says: str) -> None:
+def test_settings_without_meaning_are_errors(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         validate(TreeGrpoSettings, nested(options))
 
 
-def test_expanding_is_refused_where_a_replay_would_not_be_exact() -> None:
+def test_expanding_is_an_error_if_a_replay_would_not_be_exact() -> None:
     growing = ["environment.type=scienceworld", "algorithm.type=tree_grpo"]
     load_settings(RunSettings, file=None, overrides=growing)
     with pytest.raises(ConfigError, match=r"tree_grpo forks by replay.*find-animal"):

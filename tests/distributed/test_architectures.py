@@ -98,9 +98,9 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
     # adapters begin as nothing, so the weights are the folder's
     assert all(sent[name].equal(weight) for name, weight in wanted.items())
     source = Source(found.model, torch.bfloat16)
-    told = [(each.name, each.shape) for each in source.metadata()]
+    described = [(each.name, each.shape) for each in source.metadata()]
     came = [(name, tuple(tensor.shape)) for name, tensor in source]
-    assert told == came and {name for name, _ in came[:-1]} == wanted.keys()
+    assert described == came and {name for name, _ in came[:-1]} == wanted.keys()
     assert source.num_bytes == 2 * sum(weight.numel() for weight in wanted.values())
     own = engine_weights(learner, LocalSettings())
     assert own.keys() == policy.masters.keys()

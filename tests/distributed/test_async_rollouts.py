@@ -61,7 +61,7 @@ def flown(crew: Crew, *, num_steps: int, between: Callable[[int], None] = lambda
     for step in range(num_steps):
         between(step)
         flight.begin(min(step + 2, num_steps - 1))
-        played = flight.collect(step, on_tick=lambda told: None)
+        played = flight.collect(step, on_tick=lambda status: None)
         assert time.monotonic() < until
         for trace in played.sampled.traces:
             assert sorted(trace.leaves) == [0, 1]
@@ -113,17 +113,17 @@ def test_a_resume_keeps_finished_groups_and_restarts_the_others(crew: Crew, tmp_
         crew.parts, crew.remote.group_player(crew.parts), step=0, cursor=0, snapshot=None
     )
     first.begin(1)
-    first.collect(0, on_tick=lambda told: None)
+    first.collect(0, on_tick=lambda status: None)
     write_snapshot(tmp_path, first.snapshot())
     kept = read_snapshot(tmp_path)
-    first.collect(1, on_tick=lambda told: None)  # else both would play the same groups
+    first.collect(1, on_tick=lambda status: None)  # else both would play the same groups
     assert kept is not None and [one.step for one in kept.steps] == [1]
     ended = {number: group.report.traces[0].nodes for number, group in kept.steps[0].results.items()}
     crew.remote.repairs.pop_counts()
     again = AsyncRolloutQueue(
         crew.parts, crew.remote.group_player(crew.parts), step=1, cursor=4, snapshot=kept
     )
-    traces = again.collect(1, on_tick=lambda told: None).sampled.traces
+    traces = again.collect(1, on_tick=lambda status: None).sampled.traces
     order = TaskOrder(tasks=crew.parts.train_tasks, tasks_per_step=4, seed=crew.parts.settings.seed)
     assert [trace.task for trace in traces] == order.draw(4, cursor=4)[0]
     assert {number: traces[number].nodes for number in ended} == ended
@@ -146,9 +146,9 @@ def test_a_killed_run_resumes_with_its_finished_groups(tmp_path: Path) -> None:
     newest = sorted((run / "checkpoints").glob("step-*"))[-1]
     head, *groups = [json.loads(line) for line in (newest / "queue.jsonl").read_text().splitlines()]
     num_open = sum(len(step["tasks"]) for step in head["steps"])
-    told = runs.run("train", "--resume", run, "--progress", "plain")
+    output = runs.run("train", "--resume", run, "--progress", "plain")
     if num_anew := num_open - len(groups):
-        assert f"{num_anew} groups that had not ended at the checkpoint start again" in told
+        assert f"{num_anew} groups that had not ended at the checkpoint start again" in output
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {one["step"]: one for one in records if one["kind"] == "train"}
     assert sorted(steps) == list(range(1, STEPS + 1))
@@ -194,10 +194,10 @@ class Together:
     def __init__(self, num: int) -> None:
         self.workers, self.repairs = [Worker() for _ in range(num)], self
         self.num_replaced: Counter[str] = Counter()
-        self.told: list[tuple[list[str], int]] = []
+        self.replacements: list[tuple[list[str], int]] = []
 
     def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
-        self.told.append((sorted(gone), num_groups))
+        self.replacements.append((sorted(gone), num_groups))
         self.num_replaced.update(gone.keys())
 
 
@@ -247,7 +247,7 @@ def test_a_group_is_one_call_of_its_worker() -> None:
         (5, group): f"5.{group}" for group in range(4)
     }
     assert found[5, 0].gathered == ["seen"] and found[5, 0].seconds == 2.0
-    assert crew.told == []
+    assert crew.replacements == []
 
 
 def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
@@ -258,12 +258,12 @@ def test_an_engine_that_broke_several_groups_is_replaced_once() -> None:
     flight = flight_of(crew)
     flight.begin(step_of(0), range(4), is_again=False)
     all_of(flight, 4)
-    assert [gone for gone, _ in crew.told if gone] == [["engine 1"]]
-    assert sum(num for _, num in crew.told) == 4
+    assert [gone for gone, _ in crew.replacements if gone] == [["engine 1"]]
+    assert sum(num for _, num in crew.replacements) == 4
     crew.workers[0].ends = [HashableFault("engine 1 died", "engine 1")]
     flight.begin(step_of(1), range(4), is_again=True)
     all_of(flight, 4)
-    assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.told) == 4 + 4 + 1
+    assert crew.num_replaced == {"engine 1": 2} and sum(num for _, num in crew.replacements) == 4 + 4 + 1
 
 
 def test_a_worker_replaced_during_an_evaluation_gets_heartbeats() -> None:

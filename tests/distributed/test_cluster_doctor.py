@@ -37,8 +37,8 @@ def test_an_unreachable_ray_is_reported(capsys: Any, monkeypatch: pytest.MonkeyP
     """And so is everything that needs it; nothing is left in the folder."""
     monkeypatch.setenv("COLUMNS", "240")
     monkeypatch.setattr(cluster_doctor, "_WAIT_S", 0.2)
-    told = ["doctor", "--cluster", "--ray-address", "127.0.0.1:9", "--folder", str(tmp_path)]
-    assert main(told) == 1
+    command = ["doctor", "--cluster", "--ray-address", "127.0.0.1:9", "--folder", str(tmp_path)]
+    assert main(command) == 1
     found = rows(capsys.readouterr().out)
     assert found["ray"][0] == "MISSING" and "127.0.0.1:9" in found["ray"][1]
     assert found["nodes"][0] == found["weights and log-probs of 2 engines"][0] == "MISSING"

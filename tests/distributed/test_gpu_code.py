@@ -67,7 +67,7 @@ class Calls:
     errored = False
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.asleep: set[str] = set()
         self.is_paused = self.is_updating = False
         self.version = "default"
@@ -76,54 +76,54 @@ class Calls:
 
     async def shutdown_weight_transfer_engine(self) -> None:
         assert not self.is_updating
-        self.told.append("leave")
+        self.calls.append("leave")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        assert self.told[-1] == "leave"
-        self.told.append("meet")
+        assert self.calls[-1] == "leave"
+        self.calls.append("meet")
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         assert (mode, clear_cache) == ("wait", True)
         self.is_paused = True
-        self.told.append("pause")
+        self.calls.append("pause")
 
     async def sleep(self, level: int) -> None:
         assert not self.is_updating
         self.asleep = {"weights", "kv_cache"}
         self.is_paused = True
-        self.told.append(f"sleep {level}")
+        self.calls.append(f"sleep {level}")
 
     async def wake_up(self, tags: list[str]) -> None:
         assert {*tags} <= self.asleep
         assert tags != ["kv_cache"] or not self.is_updating  # it would lie in the way of the weights
         self.asleep -= {*tags}
-        self.told.append(f"wake {tags[0]}")
+        self.calls.append(f"wake {tags[0]}")
 
     async def start_weight_update(self) -> None:
         assert self.is_paused and "weights" not in self.asleep and not self.is_updating
         self.is_updating = True
-        self.told.append("start")
+        self.calls.append("start")
 
     async def update_weights(self, request: Any) -> None:
         assert self.is_updating
         self.taken.append(request.update_info)
-        self.told.append("update")
+        self.calls.append("update")
 
     async def finish_weight_update(self, *, weight_version: str) -> None:
         assert self.is_updating
         self.is_updating, self.version, self.cached = False, weight_version, True
-        self.told.append("finish")
+        self.calls.append("finish")
 
     async def reset_prefix_cache(self) -> bool:
         assert not self.is_updating and not self.asleep
         self.cached = False
-        self.told.append("reset")
+        self.calls.append("reset")
         return True
 
     async def resume_generation(self) -> None:
         assert not self.cached and not self.asleep
         self.is_paused = False
-        self.told.append("resume")
+        self.calls.append("resume")
 
     async def get_weight_version(self) -> str:
         return self.version
@@ -166,7 +166,7 @@ def test_weights_are_loaded_in_vllm_s_order_around_sleep(
         return await vllm.load(7, pieces())
 
     assert asyncio.run(play()) == zlib.crc32(b"".join(parts))
-    assert vllm.llm.told == wanted and vllm.llm.version == "7"
+    assert vllm.llm.calls == wanted and vllm.llm.version == "7"
     assert [one["checksum"] for one in vllm.llm.taken] == [zlib.crc32(one) for one in parts]
 
 
@@ -338,8 +338,8 @@ def test_the_source_describes_its_tensors_and_their_sum_matches(
             master.add_(0.1)
     source = Source(policy.model, torch.bfloat16)
     sent = list(source)
-    told = [(one.name, one.dtype, one.shape) for one in source.metadata()]
-    assert told == [(name, one.dtype, tuple(one.shape)) for name, one in sent]
+    described = [(one.name, one.dtype, one.shape) for one in source.metadata()]
+    assert described == [(name, one.dtype, tuple(one.shape)) for name, one in sent]
     assert sent[-1][0] == NAME
     assert source.num_bytes == sum(one.nbytes for _, one in sent[:-1])
     model, found = Loaded(), WeightSum()

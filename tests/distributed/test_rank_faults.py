@@ -68,8 +68,8 @@ def test_a_rank_that_dies_or_hangs_is_reported_within_the_limit(
     pids = [pid for pid, _ in ranks.built]
     os.kill(pids[1], kind)
     began = time.monotonic()
-    told = "rank . did not end" if kind is signal.SIGSTOP else "rank . (broke|died) in found"
-    with pytest.raises(ClusterFault, match=told):
+    message = "rank . did not end" if kind is signal.SIGSTOP else "rank . (broke|died) in found"
+    with pytest.raises(ClusterFault, match=message):
         ranks.call("found", groups(4), objective_of("grpo"), SETTINGS)
     assert time.monotonic() - began < 40
     os.kill(pids[1], signal.SIGCONT) if kind is signal.SIGSTOP and lives(pids[1]) else None

@@ -108,8 +108,8 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert len(shared) >= len(written) - 1
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
-    told = json.loads((out / "outrider.json").read_text())
-    assert told == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
+    description = json.loads((out / "outrider.json").read_text())
+    assert description == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
     again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 

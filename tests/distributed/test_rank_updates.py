@@ -32,19 +32,19 @@ def objective_of(name: str) -> ObjectiveSettings:
 
 def differs(found: Found, wanted: Found) -> list[str]:
     """What is further away than the promise."""
-    told = []
+    differences = []
     if found.gradients and (apart := distance(found.gradients, wanted.gradients)) > PROMISE:
-        told.append(f"gradient {apart:.1e}")
+        differences.append(f"gradient {apart:.1e}")
     assert found.metrics.keys() == wanted.metrics.keys()
     for name in ("loss/policy", "loss/kl", "loss/positive_nll", "grad/norm"):
         if name in wanted.metrics and found.metrics[name] != pytest.approx(
             wanted.metrics[name], rel=PROMISE, abs=PROMISE
         ):
-            told.append(f"{name} {found.metrics[name]} for {wanted.metrics[name]}")
+            differences.append(f"{name} {found.metrics[name]} for {wanted.metrics[name]}")
     for name, value in wanted.metrics.items():  # counts and means: nothing is counted twice, or not at all
         if found.metrics[name] != pytest.approx(value, rel=1e-4, abs=1e-5):
-            told.append(f"{name} {found.metrics[name]} for {value}")
-    return told
+            differences.append(f"{name} {found.metrics[name]} for {value}")
+    return differences
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,19 @@ def test_the_cold_start_and_the_reward_s_kl_are_those_of_one_process(
 ) -> None:
     policy, reference = alone(folder)
     ranks = ranks_of(size)
-    told: list[float] = []
+    losses: list[float] = []
     cold_start(
         policy,
         successful_paths(lone_groups()),
         rank_settings(folder).cold_start,
         run_seed=0,
         max_tokens=SETTINGS.max_tokens,
-        on_step=lambda done, total, values: told.append(values["sft/loss"]),
+        on_step=lambda done, total, values: losses.append(values["sft/loss"]),
     )
     found = ranks.call("fit", successful_paths(lone_groups()))[0]
-    assert [values["sft/loss"] for *_, values in found] == pytest.approx(told, rel=1e-5) and len(told) >= 2
+    assert [values["sft/loss"] for *_, values in found] == pytest.approx(losses, rel=1e-5) and len(
+        losses
+    ) >= 2
     assert distance(ranks.call("state")[0], dict(policy.masters)) < PROMISE
     traces = lone_groups()
     measure_kl(policy, reference, traces, max_tokens=SETTINGS.max_tokens)

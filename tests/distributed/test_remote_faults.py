@@ -117,7 +117,7 @@ def crew_with(session: "Session", settings: RunSettings, place: Path) -> Iterato
     parts.factory.close()
 
 
-def told(crew: Crew, message: str) -> None:
+def check_fault(crew: Crew, message: str) -> None:
     with pytest.raises(ClusterFault, match=message) as found:
         crew.play()
     assert "\n" not in str(found.value) and "--resume" in str(found.value)
@@ -158,7 +158,7 @@ def test_several_workers_generate_the_tokens_of_one_process(crew: Crew) -> None:
 def test_an_older_weight_version_is_refused(crew: Crew) -> None:
     engine = crew.remote.engine
     engine.weight_version += 1  # as if a transfer had been forgotten
-    told(crew, r"engine [01] has weights of version \d+, and version \d+ was requested")
+    check_fault(crew, r"engine [01] has weights of version \d+, and version \d+ was requested")
     engine.weight_version -= 1
     crew.play()
 
@@ -271,9 +271,9 @@ def test_an_engine_and_a_worker_that_are_gone_at_once_are_replaced(crew: Crew) -
 def test_too_many_repairs_end_the_run_with_one_line(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     os.kill(crew.remote.engine_pids[1], signal.SIGKILL)
-    told(crew, "engine 1 died in generate")
+    check_fault(crew, "engine 1 died in generate")
     os.kill(crew.remote.worker_pids[1], signal.SIGKILL)
-    told(crew, "rollout worker 1 died in its rollouts")
+    check_fault(crew, "rollout worker 1 died in its rollouts")
 
 
 def test_replacements_are_counted_by_the_hour() -> None:

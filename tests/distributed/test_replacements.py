@@ -149,15 +149,15 @@ GENERATION = Generation(
 )
 def test_an_engine_that_died_between_two_batches_is_replaced_at_its_next_call(ask: Any, found: Any) -> None:
     """And does not make the whole run begin anew."""
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
 
     def anew(gone: ProcessLost, is_loading: bool) -> None:
-        told.append((gone.process, is_loading))
+        reported.append((gone.process, is_loading))
         engines.put(0, actor(free_cache=True, busy_s=2.0, generate=(GENERATION,)))
 
     engines = pool([actor(free_cache=Died(), busy_s=Died(), generate=Died())], anew)
     assert ask(engines) == found
-    assert told == [("engine 0", False)]
+    assert reported == [("engine 0", False)]
 
 
 def test_busy_seconds_of_a_replaced_engine_count() -> None:
@@ -172,7 +172,7 @@ def test_busy_seconds_of_a_replaced_engine_count() -> None:
     assert engines.busy_s() == (4.0 + 0.5 + 2.0) / 2
 
 
-def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> Any:
+def remote_of(limit: int, reported: list[tuple[str, int]], *, builds: list[Any]) -> Any:
     """Two engines and two workers, the first of which is gone; ``builds``: what a new process answers first,
     one after the other, and then that it is built.
     """
@@ -185,25 +185,25 @@ def remote_of(limit: int, told: list[tuple[str, int]], *, builds: list[Any]) -> 
 
     def another(kind: str) -> Any:
         def made(number: int) -> Any:
-            told.append((kind, number))
-            return actor(build=builds.pop(0) if builds else ("pid", 64), use_engine="told")
+            reported.append((kind, number))
+            return actor(build=builds.pop(0) if builds else ("pid", 64), use_engine="accepted")
 
         return made
 
     remote._new_engine, remote._new_worker = another("engine"), another("rollout worker")
     remote._worker_settings, remote._end = lambda: "settings", lambda one, pid: None
-    remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="told")], [1, 2]
+    remote.workers, remote.worker_pids = [actor(use_engine=Died()), actor(use_engine="accepted")], [1, 2]
     remote._engines, remote.engine_pids = ["one", "two"], [3, 4]
-    remote.engine = SimpleNamespace(put=lambda number, one: told.append(("put", number)))
+    remote.engine = SimpleNamespace(put=lambda number, one: reported.append(("put", number)))
     return remote
 
 
 def test_a_worker_that_does_not_accept_the_new_engine_is_replaced_too() -> None:
     """A node had both, and the engine was missed first: one repair, and nobody is replaced twice."""
-    told: list[tuple[str, int]] = []
-    remote = remote_of(1, told, builds=[])
+    reported: list[tuple[str, int]] = []
+    remote = remote_of(1, reported, builds=[])
     remote.replace({"engine 1": ProcessLost("engine 1 died in load; ...", "engine 1")}, num_groups=0)
-    assert told == [("engine", 1), ("put", 1), ("rollout worker", 0)]
+    assert reported == [("engine", 1), ("put", 1), ("rollout worker", 0)]
     counts = {name: one for name, one in remote.repairs.pop_counts().items() if one}
     assert counts == {"cluster/engine_deaths": 1.0, "cluster/worker_deaths": 1.0}
     notes = remote.notes()
@@ -214,12 +214,12 @@ def test_a_worker_that_does_not_accept_the_new_engine_is_replaced_too() -> None:
 @pytest.mark.parametrize("who", ["engine 0", "rollout worker 0"])
 def test_a_replacement_that_dies_is_replaced_too(who: str) -> None:
     """A node that is being lost takes one more process in, which dies too: another repair."""
-    told: list[tuple[str, int]] = []
-    remote = remote_of(2, told, builds=[Died()])
-    remote.workers[0] = actor(use_engine="told")
+    reported: list[tuple[str, int]] = []
+    remote = remote_of(2, reported, builds=[Died()])
+    remote.workers[0] = actor(use_engine="accepted")
     remote.replace({who: ProcessLost(f"{who} died in its rollouts; ...", who)}, num_groups=1)
     kind = who.rpartition(" ")[0]
-    assert [one for one in told if one[0] != "put"] == [(kind, 0), (kind, 0)]
+    assert [one for one in reported if one[0] != "put"] == [(kind, 0), (kind, 0)]
     assert remote.repairs.num_replaced == {who: 2}
     assert [line.rpartition("repair ")[2][0] for line in remote.notes()] == ["1", "2"]
     for limit, error in ((1, NoRepair), (9, ProcessLost)):  # all begin anew, where that may be
@@ -318,8 +318,10 @@ def test_a_worker_with_another_tool_server_is_refused(tmp_path: Path) -> None:
         buffer=None,
         servers={**here, "tools.numbers": "numbers 0.9"},
     )  # fmt: skip
-    told = r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
+    )
+    with pytest.raises(ConfigError, match=message):
         RolloutWorker(3, []).build(given)
 
 

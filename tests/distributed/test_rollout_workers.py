@@ -57,16 +57,16 @@ class Notes(StatelessHook):
     """Writes down what it is told, in order."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.records: list[Any] = []
 
     def snapshot(self) -> Any:
-        return len(self.told)
+        return len(self.records)
 
     def absorb(self, gathered: Any) -> None:
-        self.told.append(gathered)
+        self.records.append(gathered)
 
     def after_group(self, trace: Trace) -> None:
-        self.told.append(trace.task.key)
+        self.records.append(trace.task.key)
 
 
 class Together:
@@ -103,7 +103,7 @@ def test_groups_are_assigned_in_turn_and_returned_in_order(
     for number, worker in enumerate(workers):
         assert [job.tasks for job in worker.jobs] == ([tasks[number::size]] if number < used else [])
     # what the copies gathered, worker by worker, and only then the groups, in their order
-    assert hook.told == [*range(used), *(task.key for task in tasks)]
+    assert hook.records == [*range(used), *(task.key for task in tasks)]
     jobs = [worker.jobs[0] for worker in workers[:used]]
     assert {(job.version, job.training_step, tuple(job.snapshots)) for job in jobs} == {(5, 3, (0,))}
     assert sum(job.max_concurrent for job in jobs) <= max(at_once, size)
@@ -136,7 +136,7 @@ def test_only_the_groups_of_lost_processes_run_again(breaks: list[list[str]]) ->
     tasks = [Task(key=f"t{number}", question="") for number in range(2 * num)]
     report = played.run(tasks, modes=("plain",), training_step=0)
     assert [one.task for one in report.traces] == tasks
-    assert hook.told == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
+    assert hook.records == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
     for number, worker in enumerate(workers):
         tries = 1 + (len(breaks[number]) if number < len(breaks) else 0)
         assert [job.is_again for job in worker.jobs] == [False, *[True] * (tries - 1)]
@@ -254,8 +254,8 @@ class Breaking(Worker):
         if broken := sorted(self.tasks & {task.key for task in job.tasks}):
             what = "did not end a heartbeat" if self.is_silent else "died"
             name = f"rollout worker {self.number}"
-            told = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
-            self.breaks = [HashableFault(told, name, self.is_silent)]
+            message = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
+            self.breaks = [HashableFault(message, name, self.is_silent)]
         return super()._run(job)
 
 

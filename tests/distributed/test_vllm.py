@@ -228,16 +228,16 @@ def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPat
     from outrider.engines.vllm.weight_sum import append_sum
     from outrider.engines.vllm.weights import CheckedNccl
 
-    told: list[str] = []
+    events: list[str] = []
     for name in ("start_weight_update", "finish_weight_update"):
-        monkeypatch.setattr(NCCLWeightTransferEngine, name, lambda self, name=name: told.append(name))
+        monkeypatch.setattr(NCCLWeightTransferEngine, name, lambda self, name=name: events.append(name))
     monkeypatch.setattr(
         NCCLWeightTransferEngine, "receive_weights", lambda self, info: self.model.load_weights(info)
     )
 
     class Model:
         def load_weights(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            told.extend(name for name, _ in weights)
+            events.extend(name for name, _ in weights)
 
     engine = CheckedNccl.__new__(CheckedNccl)
     engine.model = Model()
@@ -248,5 +248,5 @@ def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPat
         engine.finish_weight_update()
     engine.receive_weights(sent[1:])
     engine.finish_weight_update()
-    assert told == ["start_weight_update", "a", "b", "finish_weight_update"]
+    assert events == ["start_weight_update", "a", "b", "finish_weight_update"]
     assert isinstance(engine.model, Model)

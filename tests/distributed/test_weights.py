@@ -82,7 +82,7 @@ def test_the_folder_removes_files_of_a_killed_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda parcel: {"checksum": parcel.checksum + 1}, "did not arrive as they were sent"),
         (lambda parcel: {"names": (*parcel.names, "more")}, "did not arrive as they were sent"),
@@ -90,10 +90,10 @@ def test_the_folder_removes_files_of_a_killed_run(tmp_path: Path) -> None:
     ],
     ids=["other bytes", "a name too few", "no piece"],
 )
-def test_other_weights_than_those_sent_are_refused(change: Any, told: str) -> None:
+def test_other_weights_than_those_sent_are_refused(change: Any, message: str) -> None:
     shelf = Shelf()
     parcel = pack(weights(), version=4, carrier=shelf)
-    with pytest.raises(ClusterFault, match=told):
+    with pytest.raises(ClusterFault, match=message):
         unpack(replace(parcel, **change(parcel)), empty(weights()), carrier=shelf)
     with pytest.raises(ClusterFault, match="another model"):
         unpack(parcel, {**empty(weights()), "half": torch.zeros(6)}, carrier=shelf)

@@ -113,7 +113,7 @@ def test_cold_start_and_checkpoint_are_the_same_on_the_far_device(
     far: LanguageModel, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Losses of the cold start, the reward's KL to the model before it, and a checkpoint that is read."""
-    told: list[list[float]] = []
+    values: list[list[float]] = []
     for model in (tiny_model(num_layers=1), far):
         policy = Policy(model, OptimizerSettings(learning_rate=1e-3), **options)
         reference = policy.frozen_copy()
@@ -128,10 +128,10 @@ def test_cold_start_and_checkpoint_are_the_same_on_the_far_device(
         )
         traces = _alone()
         measure_kl(policy, reference, traces, max_tokens=SETTINGS.max_tokens)
-        told.append(
+        values.append(
             [*losses, *(value for trace in traces for node in trace.nodes for value in node.kl or ())]
         )
-    assert len(told[0]) > 20 and told[1] == pytest.approx(told[0], rel=1e-3, abs=1e-4)
+    assert len(values[0]) > 20 and values[1] == pytest.approx(values[0], rel=1e-3, abs=1e-4)
     policy.save(tmp_path)
     before = {name: one.tolist() for name, one in policy.masters.items()}
     for one in policy.masters.values():

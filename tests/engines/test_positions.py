@@ -41,8 +41,8 @@ def test_a_training_run_is_refused_at_set_up_with_setting_value_and_limit(
     override: str, says: str, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", override]) == 2
-    told = capsys.readouterr().err.replace("Writing model shards", "")
-    (line,) = [line for line in told.splitlines() if line.startswith("outrider: ")]
+    output = capsys.readouterr().err.replace("Writing model shards", "")
+    (line,) = [line for line in output.splitlines() if line.startswith("outrider: ")]
     assert re.search(says, line) and not (tmp_path / "run").exists()
 
 
@@ -69,9 +69,9 @@ def test_a_default_is_reported_and_not_refused() -> None:
     settings = EvalTasksSettings.model_validate(
         {"tasks": "gsm8k", "model": {}, "rollout": {"max_turn_tokens": 1024}}
     )
-    told: list[str] = []
-    check_positions(settings, model="m", longest=512, note=told.append)
-    assert [line.split(",")[0] for line in told] == [
+    messages: list[str] = []
+    check_positions(settings, model="m", longest=512, note=messages.append)
+    assert [line.split(",")[0] for line in messages] == [
         "rollout.max_response_tokens is 4096", "rollout.max_turn_tokens is 1024",
     ]  # fmt: skip
 
@@ -80,9 +80,9 @@ def test_a_resumed_run_keeps_its_limits_and_reports_them(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = load_settings(RunSettings, file=recipe, overrides=["rollout.max_response_tokens=4096"])
-    told: list[str] = []
-    check_positions(settings, model="m", longest=512, note=told.append, resumed=True)
-    assert [line.split(",")[0] for line in told] == ["rollout.max_response_tokens is 4096"]
+    messages: list[str] = []
+    check_positions(settings, model="m", longest=512, note=messages.append, resumed=True)
+    assert [line.split(",")[0] for line in messages] == ["rollout.max_response_tokens is 4096"]
     # the default, written out in its config.toml
     run = begin(recipe, tmp_path / "run", "rollout.max_response_tokens=2048")
     killed = interrupted(run)
@@ -113,5 +113,5 @@ def test_evaluations_of_a_model_are_refused_and_those_of_an_endpoint_are_silent(
             )
             == 0
         )
-    told = capsys.readouterr()
-    assert "positions" not in told.out + told.err
+    output = capsys.readouterr()
+    assert "positions" not in output.out + output.err

@@ -137,8 +137,10 @@ def test_ends_stops_and_room_are_those_of_the_other_path(model: LanguageModel) -
 def test_each_path_has_its_engine_and_its_line(model: LanguageModel, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="runs packed"):
         UnpackedEngine(tiny_model())
-    told = describe_path(model, "m")
-    assert "unpacked" in told and "recurrent or convolution" in told and "64 tokens" in told
+    description = describe_path(model, "m")
+    assert (
+        "unpacked" in description and "recurrent or convolution" in description and "64 tokens" in description
+    )
     assert describe_path(tiny_model(), "m") == "model 'm' runs packed; contexts of up to 512 tokens"
     _, windowed = loaded(tmp_path, "Gemma 3")
     assert "contexts end at 16 of 64 positions" in describe_path(windowed, "m")

@@ -304,20 +304,19 @@ def test_an_environment_that_cannot_parse_a_turn_is_a_fault_of_its_rollout(
 
 
 def test_an_expert_answers_the_program(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "7"}\n')
+    rows = [{"question": "q", "answer": secret} for secret in ("7", "60")]  # numbers are from 1 to 50
+    (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = DatasetConfig(path=tmp_path / "tasks.jsonl")
-    task_set, wrong = (
-        AgentTaskSet(AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:{name}", train=data))
-        for name in ("halved", "one")
+    task_set = AgentTaskSet(
+        AgentConfig(function=f"{PROGRAMS}:guess", expert=f"{PROGRAMS}:halved", train=data)
     )
-    [row] = task_set.tasks("train")
-    steps = task_set.expert(row, 0)
+    possible, impossible = task_set.tasks("train")
+    steps = task_set.expert(possible, 0)
     assert steps is not None and [step.text for step in steps] == ["25", "12", "6", "9", "7"]
     assert steps[-1].is_terminal and not steps[0].is_terminal
-    assert wrong.expert(row, 0) is None  # no success
-    for one in (task_set, wrong):
-        one.close()
-        one.close()
+    assert task_set.expert(impossible, 0) is None  # no success
+    task_set.close()
+    task_set.close()
 
 
 def test_an_agent_that_cannot_be_loaded() -> None:

@@ -1,6 +1,4 @@
-"""ALFWorld's games made offline: rules by property, transcripts of the package's own engine, the planner,
-what is frozen.
-"""
+"""ALFWorld's games made offline: rules, transcripts of the package's engine, the planner, frozen tasks."""
 
 import hashlib
 import json
@@ -73,7 +71,7 @@ def scenes(draw: Any) -> Scene:
 
 @lru_cache(maxsize=1000)
 def near_commands(scene: Scene) -> st.SearchStrategy[str]:
-    """Text that looks like a command of this room, whether one is admitted or not."""
+    """Text that looks like a command of this room, possible or not."""
     verbs, names = st.sampled_from(VERBS), st.sampled_from([*scene.things, *scene.receptacles])
     return st.one_of(
         st.text(max_size=20),
@@ -85,7 +83,7 @@ def near_commands(scene: Scene) -> st.SearchStrategy[str]:
 
 
 def walk(data: Any, game: OfflineGame, most: int = 25) -> Iterator[str]:
-    """Commands by chance, rather such as do something; done one after the other by the caller."""
+    """Random commands, more often those that act; the caller executes each one."""
     for _ in range(data.draw(st.integers(1, most), label="length")):
         found = game.commands()
         near = [one for one in found if one.partition(" ")[0] not in ("go", "look", "help", "inventory")]
@@ -113,8 +111,8 @@ def act(environment: Env, command: str) -> StepResult:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda one: "-".join(map(str, one["game"][2:])))
-def test_a_game_plays_as_in_the_package_s_own_engine(vector: dict[str, Any]) -> None:
-    """Recorded there by ``python -m tests.environments.alfworld_pddl``: texts, what is admitted, who wins."""
+def test_a_game_plays_like_in_the_packages_engine(vector: dict[str, Any]) -> None:
+    """Recorded there by ``python -m tests.environments.alfworld_pddl``: texts, possible commands and wins."""
     scene = make_scene(*vector["game"])
     for part in ("walk", "plan"):
         game = OfflineGame(scene)
@@ -140,7 +138,7 @@ def test_the_recorded_walks_try_every_command() -> None:
 
 
 @given(scene=scenes(), data=st.data())
-def test_what_is_not_admitted_changes_nothing_and_what_is_keeps_the_room_in_order(
+def test_impossible_commands_change_nothing_and_others_keep_the_state_consistent(
     scene: Scene, data: Any
 ) -> None:
     game = OfflineGame(scene)
@@ -189,7 +187,7 @@ def test_the_goal_is_reached_exactly_by_the_formula_of_the_original(scene: Scene
 
 
 @given(scene=scenes(), data=st.data())
-def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, data: Any) -> None:
+def test_contents_of_a_closed_receptacle_are_hidden_and_out_of_reach(scene: Scene, data: Any) -> None:
     game = OfflineGame(scene)
     for command in walk(data, game):
         reply, here = game.act(command), game.state.here
@@ -203,7 +201,7 @@ def test_what_lies_in_something_shut_is_neither_told_nor_taken(scene: Scene, dat
         assert not is_shut or not any(one.startswith(("take", "move")) for one in game.commands())
 
 
-def test_a_kitchen_from_hand() -> None:
+def test_a_kitchen_by_hand() -> None:
     game = OfflineGame(KITCHEN)
     assert game.opening.splitlines()[2:] == [
         "You are in the middle of a room. Looking quickly around you, you see a countertop 1, a fridge 1, "
@@ -211,7 +209,7 @@ def test_a_kitchen_from_hand() -> None:
         "",
         "Your task is to: put a hot apple in fridge.",
     ]
-    for command, told in (
+    for command, expected in (
         ("inventory", "You are not carrying anything."),
         ("take knife 1 from countertop 1", "Nothing happens."),
         ("go to fridge 1", "You arrive at fridge 1. The fridge 1 is closed."),
@@ -241,7 +239,7 @@ def test_a_kitchen_from_hand() -> None:
         ("open fridge 1", f"You open the fridge 1. {IN_FRIDGE}"),
     ):  # fmt: skip
         reply = game.act(command)
-        assert (reply.text, reply.won) == (told, False), command
+        assert (reply.text, reply.won) == (expected, False), command
     assert game.act("move apple 2 to fridge 1").won
 
 
@@ -279,7 +277,7 @@ def test_games_are_well_formed(scene: Scene) -> None:
 
 
 @given(scene=scenes())
-def test_no_plan_is_shorter(scene: Scene) -> None:
+def test_the_plan_is_the_shortest(scene: Scene) -> None:
     assert len(shortest_plan(scene)) == fewest_commands(scene)
 
 
@@ -337,7 +335,7 @@ def test_the_expert_solves_games_with_possible_commands() -> None:
     assert min(lengths) >= 3 and max(lengths) <= 12
 
 
-def test_an_expert_who_needs_more_moves_than_there_are_is_none() -> None:
+def test_an_expert_beyond_max_moves_is_none() -> None:
     family = AlfworldEnvironment.build(AlfworldConfig(max_moves=5, num_test=24))
     lengths = [(task, len(shortest_plan(scene_of(task)))) for task in family.tasks("test")]
     assert min(length for _, length in lengths) < 5 < max(length for _, length in lengths)
@@ -351,7 +349,7 @@ def scene_of(task: Task) -> Scene:
     return make_scene(0, found["split"], found["task_type"], found["index"])  # type: ignore[arg-type]
 
 
-def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() -> None:
+def test_games_are_frozen_and_a_larger_number_keeps_the_first() -> None:
     frozen = {
         "train": "b2324ed46d7091eb6b2f45ba0427bc896494893191dcbfb1f14f9dbcd19fc0c9",
         "valid": "68f5b66615c94bfd65ca62c51596dee11a7582c6ca9784882efc8c30e79cf923",
@@ -369,7 +367,7 @@ def test_games_are_the_same_on_every_machine_and_more_games_leave_the_first() ->
     assert not {task.metadata["digest"] for task in others} & {task.metadata["digest"] for task in more}
 
 
-def test_the_digest_tells_every_difference() -> None:
+def test_the_digest_depends_on_every_part_of_a_game() -> None:
     changed: list[dict[str, Any]] = [
         {"floor_plan": 2}, {"receptacles": {**KITCHEN.receptacles, "safe 1": "Safe"}},
         {"things": {**KITCHEN.things, "cup 1": "Mug"}},
@@ -395,14 +393,14 @@ def test_a_won_game_pays_once_and_ends() -> None:
         act(environment, "look")
 
 
-def test_a_won_game_pays_what_the_settings_say() -> None:
+def test_reward_scale_is_the_return_of_a_won_game() -> None:
     environment = start(reward_scale=10.0)
     assert act(environment, "look").reward == environment.result().episode_return == 0.0
     last = [act(environment, command) for command in shortest_plan(KITCHEN)][-1]
     assert last.reward == environment.result().episode_return == 10.0
 
 
-def test_what_is_not_done_is_refused_and_what_is_no_command_invalid() -> None:
+def test_impossible_commands_are_refused_and_unknown_ones_invalid() -> None:
     environment = start(max_moves=4)
     refused, invalid, mute = (
         act(environment, "open microwave 1"),
@@ -420,28 +418,8 @@ def test_what_is_not_done_is_refused_and_what_is_no_command_invalid() -> None:
     }  # fmt: skip
 
 
-def test_the_last_move_may_win() -> None:
-    plan = shortest_plan(KITCHEN)
-    environment = start(max_moves=len(plan))
-    last = [act(environment, command) for command in plan][-1]
-    assert last.done and not last.truncated and environment.result().success
-
-
-def test_the_commands_are_listed_where_that_is_wanted() -> None:
-    environment = start(show_admissible=True, num_shown_actions=3)
-    listing = (
-        "Commands understood now:\ngo to countertop 1\ngo to fridge 1\ngo to microwave 1\n... and 4 more"
-    )
-    assert environment.reset(0)[0].content.endswith(listing)
-    assert (
-        "Commands understood now:\nexamine fridge 1\ngo to countertop 1\n"
-        in act(environment, "go to fridge 1").text
-    )
-    assert "understood" not in act(start(), "look").text
-
-
 @given(data=st.data())
-def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
+def test_a_copy_is_independent_and_a_replay_is_exact(data: Any) -> None:
     task = data.draw(st.sampled_from(AlfworldEnvironment.build(AlfworldConfig()).tasks("valid")))
     factory = AlfworldEnvironment.build(AlfworldConfig()).make()
     environment, again = factory(task), factory(task)
@@ -467,7 +445,7 @@ def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({"num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
         ({"num_test": None}, "num_test: none means all published games; set data"),
@@ -476,21 +454,21 @@ def test_a_copy_goes_its_own_way_and_a_replay_the_same_way(data: Any) -> None:
         ({"max_moves": 0}, "greater than or equal to 1"),
     ],
 )  # fmt: skip
-def test_impossible_settings_are_refused(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_impossible_settings_are_refused(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         AlfworldConfig.model_validate(changes)
 
 
-def test_the_family_is_made_from_its_settings_and_knows_its_own_tasks() -> None:
+def test_the_task_set_refuses_tasks_of_other_games() -> None:
     family = make_task_set(AlfworldConfig())
     assert isinstance(family, EnvironmentTaskSet) and family.stateful and family.stop == ("</action>",)
     assert AlfworldConfig().replayed_differently() == [] and AlfworldConfig().waiting_s(64) == 0.0
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
         family.tasks("dev")
     [task] = AlfworldEnvironment.build(AlfworldConfig(num_test=1)).tasks("test")
-    for changed, told in (
+    for changed, expected in (
         ({"games": "offline-9"}, "no task of the ALFWorld games"), ({"digest": "0"}, "another game"),
         ({"task_type": "wash"}, "of no type"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=expected):
             family.make()(Task(key="t", question="q", metadata={**task.metadata, **changed})).reset(0)

@@ -27,7 +27,7 @@ _INSIDE: list[str] = []
 
 
 class StrictEngine:
-    """A made game behind the package's interface. Calls out of order, and two at a time, are faults."""
+    """A made game behind the package's interface. Rejects calls out of order and at the same time."""
 
     def __init__(self, breaks_at: str = "") -> None:
         self._breaks_at = breaks_at
@@ -112,7 +112,7 @@ def test_the_contract_of_an_environment_holds(data: Path) -> None:
     check_environment(family(data, show_admissible=True), split="test", num_tasks=2)
 
 
-def test_the_games_that_count_are_those_of_the_package(data: Path) -> None:
+def test_the_same_games_as_in_the_package_are_used(data: Path) -> None:
     test = data / "valid_unseen"
     write(test, "pick_and_place_with_movable_recep-A/trial_1")
     write(test, "pick_heat_then_place_in_recep-AppleSliced-None/trial_1")
@@ -133,7 +133,7 @@ def test_the_games_that_count_are_those_of_the_package(data: Path) -> None:
     assert [task.metadata["task_type"] for task in chosen] == ["pick_heat_then_place_in_recep"]
 
 
-def test_a_panel_is_frozen_by_what_is_in_its_files_and_not_where_they_lie(data: Path, tmp_path: Path) -> None:
+def test_tasks_depend_on_the_content_of_files_and_not_on_their_folder(data: Path, tmp_path: Path) -> None:
     first = hash_tasks(family(data).tasks("test"))
     moved = data.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert hash_tasks(family(moved).tasks("test")) == first
@@ -143,7 +143,7 @@ def test_a_panel_is_frozen_by_what_is_in_its_files_and_not_where_they_lie(data: 
 
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"solvable": true}', '{"grammar": 3, "solvable": true}', "{"])
-def test_a_folder_without_games_and_a_file_that_is_none_are_said(tmp_path: Path, broken: str) -> None:
+def test_missing_and_malformed_game_files_are_reported(tmp_path: Path, broken: str) -> None:
     with pytest.raises(DataError, match=r"train contains no solvable ALFWorld game .*alfworld-download"):
         family(tmp_path / "nowhere").tasks("train")
     write(tmp_path / "train", "one")
@@ -153,7 +153,7 @@ def test_a_folder_without_games_and_a_file_that_is_none_are_said(tmp_path: Path,
     assert "\n" not in str(caught.value)
 
 
-def test_the_engine_s_planner_is_the_expert_and_its_wins_are_ours(data: Path) -> None:
+def test_the_engines_planner_is_the_expert(data: Path) -> None:
     ours = family(data, max_moves=8)
     for task in ours.tasks("train"):
         steps = ours.expert(task, 0)
@@ -168,7 +168,7 @@ def test_the_engine_s_planner_is_the_expert_and_its_wins_are_ours(data: Path) ->
             assert steps[-1].is_terminal
 
 
-def test_a_copy_is_made_by_replay_and_goes_its_own_way(data: Path) -> None:
+def test_a_copy_is_made_by_replay_and_is_independent(data: Path) -> None:
     ours = family(data)
     task = ours.tasks("train")[0]
     environment = ours.make()(task)
@@ -203,7 +203,7 @@ def test_engines_of_a_process_take_turns(data: Path) -> None:
     assert AlfworldConfig(data=data).waiting_s(8) > 0
 
 
-def test_a_closed_game_s_engine_plays_the_next_one_and_a_broken_one_none(data: Path) -> None:
+def test_engines_are_reused_unless_they_broke(data: Path) -> None:
     made: list[StrictEngine] = []
 
     def engine() -> StrictEngine:
@@ -230,8 +230,8 @@ def test_a_closed_game_s_engine_plays_the_next_one_and_a_broken_one_none(data: P
     assert len(made) == 2
 
 
-def test_a_game_closed_while_a_thread_is_inside_gives_no_engine_away(data: Path) -> None:
-    """The loop closes what takes too long; the thread that is inside must not act in somebody else's game."""
+def test_an_engine_in_use_is_not_reused_when_its_game_is_closed(data: Path) -> None:
+    """The loop closes slow episodes; their threads must not act in the game of another episode."""
     inside, go_on = threading.Event(), threading.Event()
 
     class Slow(StrictEngine):
@@ -276,7 +276,9 @@ def test_tasks_of_other_games_are_refused(data: Path) -> None:
         AlfworldEnvironment.build(AlfworldConfig()).expert(family(data).tasks("train")[0], 0)
 
 
-def test_without_the_package_it_says_what_to_install(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_command_to_install_it(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = published.importlib.util.find_spec
     monkeypatch.setattr(
         published.importlib.util, "find_spec",
@@ -300,9 +302,7 @@ def package() -> None:
 
 
 @pytest.mark.parametrize("task_type", ["pick_clean_then_place_in_recep", "look_at_obj_in_light"])
-def test_the_package_plays_a_game_of_ours_as_we_do(
-    package: None, tmp_path: Path, task_type: TaskType
-) -> None:
+def test_the_package_plays_a_made_game_the_same(package: None, tmp_path: Path, task_type: TaskType) -> None:
     scene = make_scene(3, "train", task_type, 1)
     root = tmp_path / "train" / "one"
     write_game(root, scene)

@@ -46,9 +46,7 @@ def test_normalisation_agrees_with_the_recorded_cases(text: str, expected: str) 
         ("costs $1,234.50 now", "costs 123450 now", "costs 1234.5 now"),
     ],
 )
-def test_normalisation_differs_where_numbers_or_whole_answers_would_be_lost(
-    text: str, upstream: str, ours: str
-) -> None:
+def test_normalisation_differs_from_squad_to_preserve_numbers(text: str, upstream: str, ours: str) -> None:
     assert normalize_answer(text) == ours != upstream
 
 
@@ -62,7 +60,7 @@ def test_a_dash_or_dot_that_is_no_sign_or_decimal_point_is_punctuation(text: str
 
 
 @given(st.text(max_size=40))
-def test_normalisation_is_idempotent_and_keeps_something(text: str) -> None:
+def test_normalisation_is_idempotent_and_never_empty(text: str) -> None:
     once = normalize_answer(text)
     assert bool(once) == bool(text.strip())
     assert exact_match(text, (text,)) == bool(text.strip())
@@ -96,7 +94,7 @@ def test_f1_agrees_with_the_recorded_cases(
     assert f1_score(prediction, answers) == pytest.approx(expected)
 
 
-def test_f1_tells_minus_six_from_six() -> None:
+def test_f1_distinguishes_minus_six_and_six() -> None:
     assert f1_score("-6", ("6",)) == 0.0
 
 
@@ -222,7 +220,7 @@ def test_the_same_text_in_other_unicode_is_equal(left: str, right: str) -> None:
         ("6.88b", "688b"),
     ],
 )
-def test_a_letter_behind_a_number_takes_neither_its_sign_nor_its_point(left: str, right: str) -> None:
+def test_a_letter_after_a_number_does_not_remove_its_sign_or_point(left: str, right: str) -> None:
     assert not exact_match(left, (right,)) and not exact_match(right, (left,))
 
 
@@ -232,5 +230,5 @@ def test_a_letter_behind_a_number_takes_neither_its_sign_nor_its_point(left: str
      ("\uff11\uff12", "12"), ("\u201cParis\u201d", "Paris"),
      ("the 1st", "1st"), ("1990s", "1990s")],
 )  # fmt: skip
-def test_the_same_quantity_is_equal_with_letters_behind_it(left: str, right: str) -> None:
+def test_the_same_quantity_is_equal_with_letters_after_it(left: str, right: str) -> None:
     assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0

@@ -88,7 +88,7 @@ def test_a_round_that_begins_with_calls_left_has_them_and_the_next_is_refused(
     assert values["rollout/num_tool_calls_refused"] == (6 if executed < 24 else 0)
 
 
-def test_who_is_refused_does_not_depend_on_who_is_fast() -> None:
+def test_refusals_do_not_depend_on_the_speed_of_calls() -> None:
     quick, slow = play(7), play(7, seconds=0.02)
     assert texts(quick[0][0]) == texts(slow[0][0])
 

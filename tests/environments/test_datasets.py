@@ -51,7 +51,7 @@ def test_nested_parquet_columns_and_keys(tmp_path: Path) -> None:
     ]
 
 
-def test_an_answer_behind_a_mark(tmp_path: Path) -> None:
+def test_an_answer_after_a_mark(tmp_path: Path) -> None:
     config = write(tmp_path, '{"question": "q", "answer": "3 #### no\\n#### 1,200"}\n')
     assert load_tasks(config.model_copy(update={"answer_after": "####"}))[0].answers == ("1,200",)
     with pytest.raises(DataError, match=r"qa\.jsonl:1: .* lacks the mark '@@'"):
@@ -68,10 +68,10 @@ def test_an_answer_behind_a_mark(tmp_path: Path) -> None:
         ('\n{"question": "q"}\n', r"qa\.jsonl:2: no column 'answer'; the row has question"),
         ('{"question": "", "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
         ('{"question": 3, "answer": "a"}\n', r"qa\.jsonl:1: column 'question' must hold a string"),
-        ('{"question": "q", "answer": []}\n', r"qa\.jsonl:1: column 'answer' holds no answer"),
-        ('{"question": "q", "answer": " "}\n', r"qa\.jsonl:1: column 'answer' holds a blank answer"),
-        ('{"question": "q", "answer": null}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
-        ('{"question": "q", "answer": true}\n', r"qa\.jsonl:1: column 'answer' must hold text or numbers"),
+        ('{"question": "q", "answer": []}\n', r"qa\.jsonl:1: column 'answer' contains no answer"),
+        ('{"question": "q", "answer": " "}\n', r"qa\.jsonl:1: column 'answer' contains a blank answer"),
+        ('{"question": "q", "answer": null}\n', r"qa\.jsonl:1: column 'answer' must contain text or numbers"),
+        ('{"question": "q", "answer": true}\n', r"qa\.jsonl:1: column 'answer' must contain text or numbers"),
     ],
 )
 def test_bad_rows_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -127,7 +127,7 @@ def test_exactly_one_source_must_be_set() -> None:
             DatasetConfig.model_validate(kwargs)
 
 
-def test_a_hub_data_set_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_without_the_library_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
         ToolUnavailable,
@@ -136,7 +136,7 @@ def test_a_hub_data_set_without_the_library_says_what_to_install(monkeypatch: py
         load_tasks(DatasetConfig(hub="openai/gsm8k"))
 
 
-def test_a_hub_data_set_goes_through_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_is_read_by_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[object, ...]] = []
 
     def load_dataset(name: str, config: str | None, *, split: str) -> list[dict[str, str]]:
@@ -184,7 +184,7 @@ def test_the_panel_hash_sees_order_and_every_field() -> None:
         ({"answer": "A", "answers": ["B"]}, ("A",)),
     ],
 )
-def test_a_column_answers_stands_in_for_answer(
+def test_a_column_answers_replaces_answer(
     tmp_path: Path, row: dict[str, object], answers: tuple[str, ...]
 ) -> None:
     config = write(tmp_path, json.dumps({"question": "Who?", **row}))
@@ -198,5 +198,5 @@ def test_a_named_column_is_not_replaced(tmp_path: Path) -> None:
     config = write(tmp_path, json.dumps({"question": "Who?", "answers": ["A"]}))
     with pytest.raises(DataError, match="no column 'gold'; the row has answers, question"):
         load_tasks(config.model_copy(update={"answer": "gold"}))
-    with pytest.raises(DataError, match="column 'answers' holds no answer"):
+    with pytest.raises(DataError, match="column 'answers' contains no answer"):
         load_tasks(write(tmp_path, json.dumps({"question": "Who?", "answers": []})))

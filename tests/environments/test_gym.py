@@ -101,7 +101,7 @@ def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
     assert not twin.result().success
 
 
-def test_a_task_is_a_seed_and_no_split_has_another_ones() -> None:
+def test_a_task_is_a_seed_of_one_split() -> None:
     """A group plays one game whatever its reset seed; more tasks leave the first ones as they are."""
     family = GymEnvironment.build(of("Echo", first_seed=7))
     seeds = {
@@ -119,7 +119,7 @@ def test_a_task_is_a_seed_and_no_split_has_another_ones() -> None:
         family.tasks("dev")
 
 
-def test_an_end_is_told_from_a_cut() -> None:
+def test_termination_and_truncation_differ() -> None:
     """The environment's own limit, and ``max_moves``, cut; text without an action costs no move."""
     ends = started(of("Echo", kwargs={"limit": 1}))
     assert (say(ends, "<action>x</action>").done, ends.result().success) == (True, False)
@@ -130,7 +130,7 @@ def test_an_end_is_told_from_a_cut() -> None:
     assert not say(short, "no tag").done and say(short, "<action>x</action>").truncated
 
 
-def test_success_is_the_return_s_or_what_info_says() -> None:
+def test_success_is_decided_by_the_return_or_by_info() -> None:
     by_return = started(of("Echo", success_at=2.0))
     word = by_return.reset(0)[0].content.split()[-1].strip(".")
     for _ in range(2):
@@ -148,17 +148,17 @@ def test_success_is_the_return_s_or_what_info_says() -> None:
     ("world", "holds"),
     [("Echo", True), ("Dice", True), ("Locked", False), ("Shared", False), ("Door", False)],
 )
-def test_only_copies_that_hold_are_used(world: str, holds: bool) -> None:
+def test_only_exact_copies_are_used(world: str, holds: bool) -> None:
     """One that cannot be copied, and one whose copies disturb it, are forked by their actions instead."""
     config = of(world, draws_globally=True)
     assert isinstance(started(config), CopyableEnvironment) is holds
 
 
-def test_what_the_simulator_raises_is_a_fault_and_never_a_reward() -> None:
+def test_an_exception_of_the_simulator_is_a_fault() -> None:
     environment = started(of("Broken"))
     with pytest.raises(EnvironmentFault, match="step raised RuntimeError: the simulator is gone"):
         say(environment, "<action>raise</action>")
-    with pytest.raises(EnvironmentFault, match="gave the reward nan"):
+    with pytest.raises(EnvironmentFault, match="returned the reward nan"):
         say(environment, "<action>x</action>")
     assert environment.result().episode_return == 0
     environment.close()
@@ -166,7 +166,7 @@ def test_what_the_simulator_raises_is_a_fault_and_never_a_reward() -> None:
         say(environment, "<action>x</action>")
 
 
-def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
+def test_episodes_in_threads_have_their_own_random_state() -> None:
     """Eight episodes of three seeds, drawn at random in threads: each plays as it does alone, and who draws
     outside notices nothing.
     """
@@ -192,7 +192,7 @@ def test_episodes_in_threads_keep_their_draws_and_the_process_its_own() -> None:
     assert len({tuple(one) for one in alone}) == 3
 
 
-def test_one_that_hangs_does_not_stop_the_others_for_ever() -> None:
+def test_the_wait_for_another_episode_is_limited() -> None:
     with (
         IsolatedRandom(0, timeout_s=1.0).inside(),
         pytest.raises(EnvironmentFault, match=r"has not returned for 0\.01 s"),
@@ -201,7 +201,7 @@ def test_one_that_hangs_does_not_stop_the_others_for_ever() -> None:
         pass
 
 
-def test_pictures_lose_their_escapes_and_keep_what_was_marked() -> None:
+def test_renderings_lose_their_escapes_and_bracket_coloured_text() -> None:
     assert plain("\x1b[41mS\x1b[0mFF\x1b[2J\n\x1b[1;32mG\x1b[m") == "[S]FF\n[G]"
     assert observation_text((np.int64(3), np.array([1.5])), {}, "json", None) == "[3, [1.5]]"
     assert (
@@ -210,7 +210,7 @@ def test_pictures_lose_their_escapes_and_keep_what_was_marked() -> None:
     )
 
 
-def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
+def test_a_user_s_expert_is_played_and_its_code_recorded() -> None:
     """Its turns with what the environment said; None where they are no success; the digest of both functions
     is part of a run.
     """
@@ -233,22 +233,22 @@ def test_an_expert_of_one_s_own_is_played_and_its_code_recorded() -> None:
         broken.expert(broken.tasks("train")[0], 0)
 
 
-def test_an_expert_may_try_its_way_and_have_no_end() -> None:
+def test_an_expert_may_step_its_environment_and_be_endless() -> None:
     """Its steps are those of an episode from the beginning."""
     family = GymEnvironment.build(of("Echo", expert=f"{WORLDS}:tries", success_key="is_success"))
     steps = family.expert(family.tasks("train")[0], 0)
     assert steps is not None and [one.is_terminal for one in steps] == [False, False, True]
 
 
-def test_a_step_may_wait_for_others_that_draw() -> None:
+def test_a_step_may_wait_for_others_with_global_draws() -> None:
     assert of("Echo").waiting_s(64) == 60 and LAKE.waiting_s(64) == 0
 
 
-def test_experts_are_there_where_a_function_is_named() -> None:
+def test_experts_need_a_function() -> None:
     assert not of("Echo").has_experts and of("Echo", expert=f"{WORLDS}:says_nothing").has_experts
 
 
-def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
+def test_episodes_do_not_share_their_arguments() -> None:
     family = GymEnvironment.build(of("Deck", kwargs={"cards": ["ace", "king"]}))
     factory, task = family.make(), family.tasks("train")[0]
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"id": "NoSuch-v0"}, "cannot be made"),
         ({"id": "Pendulum-v1"}, "actions of Box"),
@@ -275,13 +275,13 @@ def test_no_episode_sees_what_another_one_did_to_its_arguments() -> None:
         ({"source": "factory", "id": f"{WORLDS}:FourValues"}, r"step\(action\) has to"),
     ],
 )
-def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises((ConfigError, ToolUnavailable), match=told):
+def test_an_unusable_environment_is_an_error(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, ToolUnavailable), match=message):
         GymEnvironment.build(GymConfig(**settings)).make()
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"num_train": 0, "num_valid": 0, "num_test": 0}, "nothing to play"),
         ({"source": "factory", "id": "no path"}, "an import path"),
@@ -290,8 +290,8 @@ def test_what_cannot_be_played_is_told_before_the_first_rollout(settings: dict[s
         ({"source": "gem", "id": "game:x", "actions": ("a",)}, "action_format = tag"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_impossible_settings_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         GymConfig(**settings)
 
 
@@ -303,7 +303,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
         ("paint", '{"é": 0.1, "7": [1, 2]}'),  # which takes no render_mode
     ],
 )
-def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str) -> None:
+def test_render_mode_is_passed_if_the_maker_accepts_it(world: str, shown: str) -> None:
     family = GymEnvironment.build(of(world))
     environment = family.make()(family.tasks("train")[0])
     [message] = environment.reset(0)
@@ -323,7 +323,7 @@ def test_a_picture_is_asked_for_where_the_maker_takes_it(world: str, shown: str)
         ((np.float64(0.1), None), "[0.1, null]"),
     ],
 )
-def test_values_are_written_as_they_are_meant(observation: Any, shown: str) -> None:
+def test_observations_as_json(observation: Any, shown: str) -> None:
     assert observation_text(observation, {}, "json", None) == shown
 
 
@@ -368,6 +368,6 @@ def test_rewards_and_flags_of_any_numeric_type(made: Any) -> None:
 
 @pytest.mark.parametrize("field", ["reward", "terminated", "truncated", "won"])
 @pytest.mark.parametrize("value", ["1", [True], np.ones(2), 1j])
-def test_and_of_no_other(field: str, value: Any) -> None:
+def test_rewards_and_flags_of_other_types_are_errors(field: str, value: Any) -> None:
     with pytest.raises(InvalidResult, match=f"a:b.*{field}"):
         paid(**{field: value})

@@ -155,7 +155,7 @@ def test_a_house_is_the_same_on_every_machine_and_more_houses_leave_the_first() 
     assert len({tuple(house.contents.items()) for house in houses}) == 8
 
 
-def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
+def test_tasks_of_one_house_share_a_world_and_alternate_between_houses() -> None:
     tasks = HouseEnvironment.tasks(HouseConfig(num_test=3), "test")
     assert (
         len({task.metadata["world"] for task in tasks[:3]}) == 3
@@ -166,7 +166,7 @@ def test_tasks_of_one_house_share_a_world_and_come_house_by_house() -> None:
         HouseEnvironment.tasks(HouseConfig(), "dev")
 
 
-def test_what_is_told_is_true_and_what_is_not_done_is_refused() -> None:
+def test_observations_are_true_and_impossible_commands_are_refused() -> None:
     environment = start()
     task = Task(key="t", question="coin")
     assert environment.reset(task, 0) == environment.reset(task, 1)
@@ -221,7 +221,7 @@ def test_moves_that_run_out_cut_the_episode_and_the_last_one_may_win() -> None:
     assert [act(won, command).reward for command in solution(PLAN, "lamp")] == [0.0] * 3 + [1.0]
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_copy_is_independent() -> None:
     environment = start()
     act(environment, "go kitchen")
     twin = environment.copy()

@@ -71,7 +71,7 @@ def test_mathematical_equality_differs_from_string_normalisation(
         "\\sin(\\sin(\\sin(1)))",
     ],
 )
-def test_what_may_not_return_is_not_evaluated(bomb: str) -> None:
+def test_expressions_that_may_not_return_are_not_evaluated(bomb: str) -> None:
     start = time.monotonic()
     assert compare_math(bomb, "5") is UNDECIDED
     assert compare_math("5", bomb) is UNDECIDED
@@ -143,7 +143,7 @@ def test_one_value_in_two_spellings(left: str, right: str) -> None:
         ("(1,2)", r"\{2,1\}"), ("[1,2]", "(1,2)"), ("(0,1)", "[0,1)"), ("yes", "no"),
     ],
 )  # fmt: skip
-def test_what_only_looks_alike_is_different(left: str, right: str) -> None:
+def test_answers_that_only_look_alike_are_different(left: str, right: str) -> None:
     assert compare_math(left, right) is DIFFERENT
     assert compare_math(right, left) is DIFFERENT
 

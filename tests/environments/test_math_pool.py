@@ -57,7 +57,7 @@ def burn(left: str, right: str) -> bool:
     return True
 
 
-def test_every_pair_has_the_whole_limit_whatever_those_before_it_used() -> None:
+def test_every_pair_has_the_whole_time_limit() -> None:
     child = math_worker._Child(1, burn)
     try:
         assert [child.compare("0.35", "") for _ in range(6)] == [b"1"] * 6

@@ -83,14 +83,14 @@ def test_an_episode_with_several_calls_in_a_turn() -> None:
     assert tools["find"].calls == ["tower"]
 
 
-def test_the_prompt_tells_of_the_tools() -> None:
+def test_the_episode_describes_the_tools() -> None:
     environment, _ = start()
     assert [tool["name"] for tool in Episode(environment).tools] == ["find", "run"]
     assert Episode(environment).tools[0]["parameters"]["required"] == ["input"]
     assert [message.role for message in environment.reset(1)] == ["system", "user"]
 
 
-def test_what_cannot_be_read_is_told_beside_the_results_of_the_others() -> None:
+def test_unreadable_calls_are_explained_after_the_results_of_others() -> None:
     environment, tools = start()
     told = say(environment, f"<think>a</think>{call('find')}{call('lost')}<tool_call>{{</tool_call>")
     assert [message.content.split(".")[0] for message in told.observations] == [
@@ -127,7 +127,7 @@ def test_a_refused_call_leaves_room_for_the_answer() -> None:
 
 
 @pytest.mark.parametrize("repeated", ["answer", "refuse"])
-def test_repetitions_are_counted_and_refused_where_that_is_wanted(repeated: str) -> None:
+def test_repetitions_are_counted_and_optionally_refused(repeated: str) -> None:
     environment, tools = start(repeated=repeated)
     say(environment, call("find"))
     again = say(environment, call("find"))
@@ -167,7 +167,7 @@ def test_thinking_that_never_ends_is_no_answer() -> None:
     assert told.invalid and not told.done and "not closed" in told.text
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_copy_is_independent() -> None:
     environment, _ = start()
     say(environment, f"<think>a</think>{call('find')}")
     twin = environment.copy()

@@ -73,8 +73,8 @@ def word_of(environment: OpenEnvEnvironment) -> str:
     return environment.reset(0)[0].content.split()[-1].strip(".")
 
 
-def test_a_word_is_read_said_and_paid(url: str) -> None:
-    """Prompt, reward, success and metrics; the session is given back when the episode ends."""
+def test_an_episode(url: str) -> None:
+    """Prompt, reward, success and metrics; the session is closed when the episode ends."""
     environment = started(of(f"{url}/single"))
     assert not isinstance(environment, CopyableEnvironment)
     for _ in range(2):  # the server has one session
@@ -92,7 +92,7 @@ def test_a_word_is_read_said_and_paid(url: str) -> None:
             act(environment, word)
 
 
-def test_success_is_a_field_of_the_observation_where_it_is_named(url: str) -> None:
+def test_success_key_is_a_field_of_the_observation(url: str) -> None:
     environment = started(of(url, success_key="won", success_at=99.0))
     word = word_of(environment)
     assert not [act(environment, word) for _ in range(2)][-1].done and not environment.result().success
@@ -100,13 +100,13 @@ def test_success_is_a_field_of_the_observation_where_it_is_named(url: str) -> No
     assert environment.result().success
 
 
-def test_several_fields_are_written_as_json_and_what_is_wrong_is_told(url: str) -> None:
-    """The schema's own words, JSON's, and no change of the world."""
+def test_actions_of_several_fields_are_json_and_their_errors_are_explained(url: str) -> None:
+    """With the messages of the schema and of JSON; the environment does not change."""
     environment = started(of(f"{url}/grid", observation=("left", "cells"), max_moves=2))
     prompt = environment.reset(0)[0].content
     assert '<action>{"row": 0, "column": 0}</action>' in prompt
     assert "left: 8\ncells: [[0, 0, 0], [0, 1, 0], [0, 0, 0]]" in prompt
-    for text, told in {
+    for text, expected in {
         "row 1": "The action is no JSON",
         "[1, 2]": "The action is no JSON object",
         '{"row": NaN, "column": 1}': "NaN is no number",
@@ -116,7 +116,7 @@ def test_several_fields_are_written_as_json_and_what_is_wrong_is_told(url: str) 
         '{"row": 1, "column": 1, "depth": 1}': "depth: Extra inputs are not permitted",
     }.items():
         answer = act(environment, text)
-        assert answer.invalid and told in answer.text and not answer.done
+        assert answer.invalid and expected in answer.text and not answer.done
     assert act(environment, '{"row": 0, "column": 0}').reward == 0.25
     last = act(environment, '{"row": 0, "column": 0, "note": "again"}')
     assert (last.reward, last.done, last.truncated) == (-0.5, True, True)
@@ -138,8 +138,8 @@ def test_a_task_is_a_seed_of_a_server_and_its_version(url: str) -> None:
         family.tasks("dev")
 
 
-def test_a_server_without_seeds_has_to_be_named_as_such(url: str) -> None:
-    """Then methods that fork by replay refuse it, and nobody calls its games the same."""
+def test_a_server_that_ignores_seeds_needs_takes_seeds_false(url: str) -> None:
+    """Methods that fork by replay then refuse it."""
     with pytest.raises(ConfigError, match=r"another game when it is reset .*takes_seeds = false"):
         OpenEnvTaskSet(of(f"{url}/unseeded")).make()
     config = of(f"{url}/unseeded", takes_seeds=False)
@@ -149,7 +149,7 @@ def test_a_server_without_seeds_has_to_be_named_as_such(url: str) -> None:
     assert config.replayed_differently() and not of(url).replayed_differently()
 
 
-def test_an_expert_hears_the_answers_and_its_code_is_recorded(url: str) -> None:
+def test_an_expert_gets_the_observations_and_its_code_is_recorded(url: str) -> None:
     config = of(url, expert=f"{EXPERTS}:says_the_word")
     family = OpenEnvTaskSet(config)
     steps = family.expert(family.tasks("train")[0], 0)
@@ -163,8 +163,8 @@ def test_an_expert_hears_the_answers_and_its_code_is_recorded(url: str) -> None:
         OpenEnvTaskSet(of(url, expert=f"{EXPERTS}:breaks")).expert(lost.tasks("train")[0], 0)
 
 
-def test_as_many_sessions_as_the_server_has(url: str) -> None:
-    """More are refused before the run; as many play beside each other, and one more waits for a free one."""
+def test_the_number_of_sessions_is_limited_by_the_server(url: str) -> None:
+    """More are an error before the run; one more episode waits for a free session."""
     with pytest.raises(
         ConfigError, match=f"allows {NUM_SESSIONS} concurrent sessions .*num_sessions = {NUM_SESSIONS}"
     ):
@@ -201,7 +201,7 @@ def test_no_free_session_is_a_fault_that_names_the_setting(url: str) -> None:
     OpenEnvTaskSet(of(f"{url}/single")).make()(task).reset(0)
 
 
-def test_what_the_server_fails_at_is_a_fault_and_never_a_reward(url: str) -> None:
+def test_an_error_of_the_server_is_a_fault_and_no_reward(url: str) -> None:
     environment = started(of(url))
     with pytest.raises(EnvironmentFault, match=r"step failed: the world is broken \(EXECUTION_ERROR\)"):
         act(environment, "raise")
@@ -211,7 +211,7 @@ def test_what_the_server_fails_at_is_a_fault_and_never_a_reward(url: str) -> Non
     environment.close()
 
 
-def test_a_step_that_hangs_is_a_fault_after_its_limit_or_when_it_is_given_up(url: str) -> None:
+def test_a_hanging_step_is_a_fault_after_its_limit_or_when_it_is_closed(url: str) -> None:
     slow = started(of(url, step_limit_s=1.0))
     with pytest.raises(EnvironmentFault, match="no answer to step within 1 s"):
         act(slow, "hang")
@@ -226,27 +226,27 @@ def test_a_step_that_hangs_is_a_fault_after_its_limit_or_when_it_is_given_up(url
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({"observation": ("words",)}, r"observations have no field 'words' \(their fields: text, won\)"),
         ({"success_key": "solved"}, "no field 'solved'"),
         ({"action_field": "say"}, r"actions have no field 'say' \(their fields: text\)"),
     ],
 )
-def test_what_the_server_lacks_is_told_before_the_first_rollout(
-    url: str, settings: dict[str, Any], told: str
+def test_unknown_fields_are_errors_before_the_first_rollout(
+    url: str, settings: dict[str, Any], expected: str
 ) -> None:
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=expected):
         OpenEnvTaskSet(of(url, **settings)).make()
 
 
-def test_one_field_of_several_can_be_chosen_where_the_others_may_be_left_out(url: str) -> None:
+def test_action_field_requires_that_other_fields_are_optional(url: str) -> None:
     with pytest.raises(ConfigError, match="need row, column besides note"):
         OpenEnvTaskSet(of(f"{url}/grid", observation=(), action_field="note")).make()
 
 
 def group_is_gone(group: int) -> bool:
-    """Whether no process of the group runs; one that nobody has waited for may still be listed."""
+    """Whether no process of the group runs; zombies may still be listed."""
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended while it was looked at
             state, _, of_group = file.read_text().rpartition(")")[2].split()[:3]
@@ -255,7 +255,7 @@ def group_is_gone(group: int) -> bool:
     return True
 
 
-def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has_one_outcome(
+def test_a_server_that_dies_is_restarted_and_every_rollout_has_one_outcome(
     tmp_path: Path,
 ) -> None:
     """In the rollout loop: the death is counted as faults of those that it hit, they are played again, and
@@ -292,7 +292,7 @@ def test_a_server_that_dies_in_an_episode_is_started_again_and_every_rollout_has
 
 
 @pytest.mark.long
-def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
+def test_a_server_that_hangs_is_replaced() -> None:
     family = OpenEnvTaskSet(of(None, step_limit_s=20.0))
     factory = family.make()
     server: Any = factory.server
@@ -309,7 +309,7 @@ def test_a_server_that_hangs_as_a_whole_is_replaced() -> None:
     family.close()
 
 
-def test_a_command_that_ends_or_is_not_there_is_told_with_its_last_words() -> None:
+def test_a_server_that_does_not_start_is_reported_with_its_output() -> None:
     ends = OpenEnvTaskSet(of(None, command=("{python}", "-c", "raise SystemExit('no such port')")))
     with pytest.raises(ToolUnavailable, match=r"did not start: .*no such port.* ended with status 1"):
         ends.make()

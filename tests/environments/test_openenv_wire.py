@@ -1,6 +1,4 @@
-"""What an OpenEnv server may answer besides answers: garbage, errors and nothing are faults that are counted,
-what a policy may write is none, and settings that cannot be are refused.
-"""
+"""Invalid responses of an OpenEnv server, the formats of actions and observations, and invalid settings."""
 
 import json
 from typing import Any
@@ -61,8 +59,8 @@ GARBAGE: dict[str, tuple[str | bytes | None, str]] = {
         json.dumps({"type": "observation", "data": {"observation": {}, "reward": "1", "done": True}}),
         "not return an observation",
     ),
-    "no number": (observed("x", float("nan")), "gave the reward nan"),
-    "no finite number": (observed("x", float("inf")), "gave the reward inf"),
+    "no number": (observed("x", float("nan")), "returned the reward nan"),
+    "no finite number": (observed("x", float("inf")), "returned the reward inf"),
     "a huge reward": (observed("x", 10**400), "did not return an observation"),
     "an error": ('{"type": "error", "data": {"code": "SESSION_ERROR", "message": "gone"}}', "failed: gone"),
     "a bare error": ('{"type": "error", "data": {}}', r"no reason given \(UNKNOWN\)"),
@@ -74,8 +72,8 @@ GARBAGE: dict[str, tuple[str | bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("what", GARBAGE)
-def test_garbage_is_a_fault_and_never_a_reward(what: str) -> None:
-    answer, told = GARBAGE[what]
+def test_an_invalid_response_is_a_fault_and_no_reward(what: str) -> None:
+    answer, expected = GARBAGE[what]
     steps: list[str] = []
 
     def answers(kind: str, data: Any) -> str | bytes | None:
@@ -87,7 +85,7 @@ def test_garbage_is_a_fault_and_never_a_reward(what: str) -> None:
     with fake_server(answers) as server:
         environment = started(server.url, takes_seeds=False, observation=("text",))
         assert act(environment).reward == 0.5
-        with pytest.raises(EnvironmentFault, match=told):
+        with pytest.raises(EnvironmentFault, match=expected):
             act(environment)
         assert environment.result().episode_return == 0.5
         environment.close()
@@ -96,8 +94,8 @@ def test_garbage_is_a_fault_and_never_a_reward(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["closed", "no JSON", "no observation", "an error"])
-def test_so_it_is_at_the_start(what: str) -> None:
-    """A server that gives no episode at all is told before the first rollout, where its seeds are tried."""
+def test_an_invalid_response_to_reset(what: str) -> None:
+    """With seeds it is an error before the first rollout, because seeds are checked."""
     with fake_server(lambda kind, data: GARBAGE[what][0]) as server:
         with pytest.raises(EnvironmentFault, match=GARBAGE[what][1].replace("step", "reset")):
             started(server.url, takes_seeds=False)
@@ -114,16 +112,16 @@ def test_an_episode_that_is_over_before_its_first_turn_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pages", "told"),
+    ("pages", "expected"),
     [
         ({"metadata": "no JSON"}, "what is no JSON"),
         ({"metadata": "{}"}, "is no OpenEnv server"),
         ({"schema": "[]"}, "is no OpenEnv server"),
     ],
 )
-def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[str, str], told: str) -> None:
+def test_another_server_is_an_error_before_the_first_rollout(pages: dict[str, str], expected: str) -> None:
     with fake_server(lambda kind, data: None, **pages) as server:
-        with pytest.raises(ToolUnavailable, match=told):
+        with pytest.raises(ToolUnavailable, match=expected):
             OpenEnvTaskSet(of(server.url)).tasks("train")
         with pytest.raises(ToolUnavailable, match=r"/metadata: 404"):
             OpenEnvTaskSet(of(f"{server.url}/below")).make()
@@ -132,14 +130,14 @@ def test_what_is_no_openenv_server_is_told_before_the_first_rollout(pages: dict[
 
 
 @given(st.text(), st.sampled_from([field_action("row", FIELDS["row"]), json_action(FIELDS, ())]))
-def test_any_text_is_an_action_that_can_be_sent_or_is_told_what_is_wrong(text: str, action: Any) -> None:
+def test_any_text_is_an_action_or_a_problem(text: str, action: Any) -> None:
     for turn in (text, f"<action>{text}</action>", f'<action>{{"a": {text}}}</action>'):
         value, problem = action.read(turn)
         assert bool(problem) != bool(value) or value == {}
         assert json.loads(json.dumps(value, allow_nan=False).encode()) == value
 
 
-def test_how_actions_are_written_is_the_schema_s() -> None:
+def test_the_schema_determines_the_format_of_actions() -> None:
     one, several = (
         make_action({"properties": {"row": FIELDS["row"], "metadata": {}}}, None),
         {"properties": FIELDS},
@@ -164,7 +162,7 @@ def test_how_actions_are_written_is_the_schema_s() -> None:
     assert describe_errors(None) == "The action was not accepted (it does not fit)."
 
 
-def test_observations_are_text_as_it_is_or_json() -> None:
+def test_observations_are_text_or_json() -> None:
     assert observation_text({"text": "a\nb"}, ()) == "a\nb"
     assert observation_text({"cells": [[1]]}, ()) == "[[1]]" and observation_text({"text": None}, ()) == ""
     assert observation_text({"text": "a", "n": 1}, ()) == '{"text": "a", "n": 1}'
@@ -172,7 +170,7 @@ def test_observations_are_text_as_it_is_or_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "expected"),
     [
         ({}, "name a server"),
         ({"server_url": URL, "command": ("x",)}, "name a server"),
@@ -184,12 +182,12 @@ def test_observations_are_text_as_it_is_or_json() -> None:
         ({"server_url": URL, "expert": "no path"}, "import path"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_impossible_settings_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
         OpenEnvConfig(**settings)
 
 
-def test_a_method_that_forks_by_replay_refuses_a_server_without_seeds() -> None:
+def test_methods_that_fork_by_replay_refuse_a_server_without_seeds() -> None:
     environment = {"type": "openenv", "server_url": URL, "num_sessions": 3, "takes_seeds": False}
     settings = RunSettings.model_validate({"environment": environment, "algorithm": {"type": "grpo"}})
     assert settings.num_concurrent == 3

@@ -1,4 +1,4 @@
-"""Reasoning-gym's tasks: splits that share no question, and verifiers that a hostile answer cannot leave."""
+"""Tasks of reasoning-gym: splits without common questions, and verifiers in a sandbox."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +18,7 @@ from outrider.environments.reasoning_gym.environment import (
     ReasoningGymEnvironment,
     SandboxedVerifier,
 )
+from outrider.environments.reasoning_gym.items import make_rows
 from outrider.errors import ConfigError, DataError, ToolFault  # noqa: E402
 from outrider.tools.python import sandbox  # noqa: E402
 from outrider.types import Message, Task  # noqa: E402
@@ -32,13 +33,13 @@ MIXED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def family() -> TaskSet:
+def task_set() -> TaskSet:
     return ReasoningGymEnvironment.build(ReasoningGymConfig(**MIXED))
 
 
 @pytest.fixture(scope="module")
-def factory(family: TaskSet) -> Iterator[EpisodeFactory]:
-    made = family.make()  # loads the package within the sandbox: seconds
+def factory(task_set: TaskSet) -> Iterator[EpisodeFactory]:
+    made = task_set.make()  # loads the package within the sandbox: seconds
     yield made
     made.close()
 
@@ -50,7 +51,7 @@ def verifier(factory: EpisodeFactory) -> SandboxedVerifier:
     return environment.shared.verifier  # type: ignore[no-any-return]
 
 
-def played(factory: EpisodeFactory, task: Task, text: str) -> tuple[float, bool, float]:
+def play(factory: EpisodeFactory, task: Task, text: str) -> tuple[float, bool, float]:
     environment: Env = factory(task)
     environment.reset(0)
     last = environment.step(Message(role="assistant", content=text))
@@ -59,48 +60,69 @@ def played(factory: EpisodeFactory, task: Task, text: str) -> tuple[float, bool,
     return record.episode_return, record.success, record.metrics["num_undecided_answers"]
 
 
-def test_data_sets_take_turns_and_more_tasks_keep_the_first(family: TaskSet) -> None:
-    tasks = family.tasks("train")
-    assert [task.metadata["dataset"] for task in tasks] == ["chain_sum", "countdown", "spiral_matrix"] * 2
-    more = ReasoningGymEnvironment.build(ReasoningGymConfig(**{**MIXED, "num_train": 9})).tasks("train")
-    assert [(one.key, one.question) for one in more[:6]] == [(one.key, one.question) for one in tasks]
-    other = ReasoningGymEnvironment.build(ReasoningGymConfig(**{**MIXED, "seed": 1})).tasks("train")
-    assert not {one.question for one in other} & {one.question for one in tasks}
+def rows(datasets: Any, seed: int = 0, **sizes: int) -> dict[str, list[dict[str, Any]]]:
+    """The rows of the splits, made in this process: importing the package takes seconds."""
+    config = ReasoningGymConfig(datasets=datasets, seed=seed)
+    splits = {split: (size, config.first_seed(split)) for split, size in sizes.items()}  # type: ignore[arg-type]
+    return make_rows({"datasets": config.model_dump(mode="json")["datasets"], "splits": splits})
+
+
+def test_data_sets_alternate_and_more_tasks_keep_the_first() -> None:
+    first = rows(MIXED["datasets"], train=6)["train"]
+    assert [row["dataset"] for row in first] == ["chain_sum", "countdown", "spiral_matrix"] * 2
+    more = rows(MIXED["datasets"], train=9)["train"]
+    assert [(row["key"], row["question"]) for row in more[:6]] == [
+        (row["key"], row["question"]) for row in first
+    ]
+    other = rows(MIXED["datasets"], seed=1, train=6)["train"]
+    assert not {row["question"] for row in other} & {row["question"] for row in first}
 
 
 def test_no_question_is_in_two_splits() -> None:
-    """Also where a data set has few: what there was is passed over, and where nothing is left is told."""
-    few: dict[str, Any] = {"datasets": [{"name": "gcd", "options": {"max_numbers": 2, "max_value": 9}}]}
-    found = ReasoningGymEnvironment.build(ReasoningGymConfig(**few, num_train=8, num_valid=4, num_test=8))
-    splits = [{task.question for task in found.tasks(split)} for split in ("train", "valid", "test")]
-    assert [len(one) for one in splits] == [8, 4, 8] and len(set.union(*splits)) == 20
+    few: Any = [{"name": "gcd", "options": {"max_numbers": 2, "max_value": 9}}]
+    splits = [{row["question"] for row in made} for made in rows(few, train=8, valid=4, test=8).values()]
+    assert [len(questions) for questions in splits] == [8, 4, 8] and len(set.union(*splits)) == 20
     with pytest.raises(DataError, match=r"gcd has \d+ new questions for train, not 300"):
-        ReasoningGymEnvironment.build(ReasoningGymConfig(**few, num_train=300)).tasks("train")
+        rows(few, train=300)
+
+
+def test_a_data_set_that_is_named_twice_has_two_sets_of_keys() -> None:
+    twice: Any = [{"name": "gcd", "options": {"max_value": size}} for size in (50, 5000)]
+    made = rows(twice, train=8)["train"]
+    assert len({row["key"] for row in made}) == 8
+    assert [row["options"] for row in made[:2]] == [dataset["options"] for dataset in twice]
+
+
+def test_an_unknown_data_set_or_option_is_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"cannot make 'gcd'.*no_such"):
+        rows([{"name": "gcd", "options": {"no_such": 1}}], train=1)
+    unknown = ReasoningGymConfig(datasets=("no_such",))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="reasoning-gym cannot make 'no_such'"):
+        ReasoningGymEnvironment.tasks(unknown, "train")
 
 
 @locked
-def test_the_verifier_decides(family: TaskSet, factory: EpisodeFactory) -> None:
-    """A right answer, a wrong one, none, and one that the verifier gives a part of the score."""
-    total, count, _ = family.tasks("train")[:3]
-    assert played(factory, total, f"<answer>{total.answers[0]}</answer>") == (1.0, True, 0.0)
-    assert played(factory, total, "<answer>no number</answer>") == (0.0, False, 0.0)
-    assert played(factory, total, "no tag at all") == (0.0, False, 0.0)
+def test_the_verifier_decides(task_set: TaskSet, factory: EpisodeFactory) -> None:
+    total, count, _ = task_set.tasks("train")[:3]
+    assert play(factory, total, f"<answer>{total.answers[0]}</answer>") == (1.0, True, 0.0)
+    assert play(factory, total, "<answer>no number</answer>") == (0.0, False, 0.0)
+    assert play(factory, total, "no tag at all") == (0.0, False, 0.0)
     way = f"0 + ({count.answers[0]})"
-    assert played(factory, count, f"<answer>{count.answers[0]}</answer>") == (1.0, True, 0.0)
-    assert 0 < played(factory, count, f"<answer>{way}</answer>")[0] < 1
+    assert play(factory, count, f"<answer>{count.answers[0]}</answer>") == (1.0, True, 0.0)
+    assert 0 < play(factory, count, f"<answer>{way}</answer>")[0] < 1
 
 
 @locked
-def test_an_answer_that_is_a_program_is_locked_in(
-    family: TaskSet, verifier: SandboxedVerifier, tmp_path: Path
+def test_an_answer_that_is_a_program_cannot_leave_the_sandbox(
+    task_set: TaskSet, verifier: SandboxedVerifier, tmp_path: Path
 ) -> None:
-    """``spiral_matrix`` evaluates the answer. It cannot write, print a score of its own, or take for ever."""
-    task = family.tasks("train")[2]
+    """``spiral_matrix`` evaluates the answer, which must not write, print a score or run for ever."""
+    task = task_set.tasks("train")[2]
     target = tmp_path / "written"
     assert verifier(task, str(task.answers[0])) == 1
     assert verifier(task, f"[open({str(target)!r}, 'w').write('x')]") == 0 and not target.exists()
     assert verifier(task, "[print('1.0'), __import__('os')._exit(0)]") is None
-    assert verifier(task, "[__import__('sys').exit(3)]") is None  # the answer's doing, and no fault
+    assert verifier(task, "[__import__('sys').exit(3)]") is None  # caused by the answer, so no fault
     assert verifier(task, "[9**9**9]") is None
 
 
@@ -111,34 +133,24 @@ UNSTEADY: Any = ("list_functions", "isomorphic_strings")
 def test_items_are_the_same_in_every_process(
     monkeypatch: pytest.MonkeyPatch, verifier: SandboxedVerifier
 ) -> None:
-    """Data sets that go through sets of strings or draw from the global generators: a process with another
-    hash seed has the same tasks, and the verifier holds an answer against the item that was asked.
-    """
-    config = ReasoningGymConfig(datasets=UNSTEADY, num_train=16, num_valid=0, num_test=0)
+    """Some data sets iterate over sets of strings or draw from the global generators."""
+    config = ReasoningGymConfig(datasets=UNSTEADY, num_train=8, num_valid=0, num_test=0)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     tasks = ReasoningGymEnvironment.build(config).tasks("train")
     reasoning_gym._run_generator.cache_clear()
     monkeypatch.setenv("PYTHONHASHSEED", "2")
     assert ReasoningGymEnvironment.build(config).tasks("train") == tasks
-    assert [verifier(task, task.answers[0]) for task in tasks] == [1.0] * 16
+    assert [verifier(task, task.answers[0]) for task in tasks] == [1.0] * 8
     other = replace(tasks[0], key="other", question="another one")
     with pytest.raises(ToolFault, match="its item here is not the task's"):
         verifier(other, "1")
 
 
-def test_a_data_set_that_is_named_twice_has_two_sets_of_keys() -> None:
-    two: Any = tuple({"name": "gcd", "options": {"max_value": size}} for size in (50, 5000))
-    tasks = ReasoningGymEnvironment.build(ReasoningGymConfig(datasets=two, num_train=8)).tasks("train")
-    assert len({task.key for task in tasks}) == 8
-    assert [task.metadata["options"] for task in tasks[:2]] == [one["options"] for one in two]
-
-
 @locked
 def test_a_verifier_that_raises_decides_nothing(verifier: SandboxedVerifier) -> None:
-    found = ReasoningGymEnvironment.build(
-        ReasoningGymConfig(datasets=("prime_factorization",), num_train=1, num_test=1)
-    )
-    task = found.tasks("train")[0]
+    [row] = rows(["prime_factorization"], train=1)["train"]
+    metadata = {name: row[name] for name in ("dataset", "options", "seed", "size", "index")}
+    task = Task(key=row["key"], question=row["question"], answers=tuple(row["answers"]), metadata=metadata)
     assert verifier(task, task.answers[0]) == 1 and verifier(task, "no factors") is None
     broken = Task(key="x", question="", metadata={**task.metadata, "dataset": "no_such"})
     with pytest.raises(ToolFault, match="the verifier of no_such"):
@@ -153,7 +165,7 @@ def test_a_verifier_that_raises_decides_nothing(verifier: SandboxedVerifier) -> 
         ({"require_think": True}, None),
     ],
 )
-def test_the_expert_keeps_to_the_format_or_is_none(reward: dict[str, Any], text: str | None) -> None:
+def test_the_expert_follows_the_format_or_is_none(reward: dict[str, Any], text: str | None) -> None:
     config = ReasoningGymConfig(reward=reward)  # type: ignore[arg-type]
     environment = ReasoningGymEnvironment(config)
     environment.task = Task(key="x", question="1 + 1", answers=("2",))
@@ -162,13 +174,13 @@ def test_the_expert_keeps_to_the_format_or_is_none(reward: dict[str, Any], text:
     assert text is None or (found is not None and found[0].text == text.format("2"))
 
 
-def test_a_step_may_wait_for_the_verdicts_of_others() -> None:
+def test_the_time_limit_of_a_step_includes_the_verdicts_of_others() -> None:
     assert ReasoningGymConfig().waiting_s(64) == 5 * 64
     assert ReasoningGymConfig(tools=("python",)).waiting_s(64) == 5 * 64 + 10 * 64
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"datasets": ["codeio"]}, "differ from process to process"),
         ({"datasets": []}, "at least 1"),
@@ -176,18 +188,12 @@ def test_a_step_may_wait_for_the_verdicts_of_others() -> None:
         ({"reward": {"answer": "judge", "judge": {"endpoint": {"base_url": "http://x"}}}}, "no judge"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValidationError, match=told):
+def test_impossible_settings_are_errors(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         ReasoningGymConfig(**settings)
 
 
-def test_an_unknown_data_set_and_option_are_told() -> None:
-    for one in ({"name": "no_such"}, {"name": "gcd", "options": {"no_such": 1}}):
-        with pytest.raises(ConfigError, match="reasoning-gym cannot make"):
-            ReasoningGymEnvironment.build(ReasoningGymConfig(datasets=(one,))).tasks("train")  # type: ignore[arg-type]
-
-
-def test_other_families_have_no_verifier() -> None:
+def test_other_environments_have_no_verifier() -> None:
     from outrider.environments.factbook.environment import FactbookConfig
 
     with pytest.raises(ValidationError, match="no verifier of their own"):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.environment import EpisodeFactory
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment
+from outrider.environments.environment import EnvironmentEpisode, EpisodeFactory
+from outrider.environments.tool_qa.environment import EpisodeConfig
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.types import Message, Task
@@ -46,7 +46,7 @@ def always(verdict: str) -> Script:
     return lambda asked: MODELS if asked.path.endswith("/models") else said
 
 
-def verdicts_asked(server: ChatServer) -> int:
+def num_judged(server: ChatServer) -> int:
     return sum(one.path.endswith("/completions") for one in server.asked)
 
 
@@ -66,18 +66,18 @@ def factory_at(url: str) -> EpisodeFactory:
     return tool_factory(tools=[], config=config, system_prompt="")
 
 
-def started(factory: EpisodeFactory) -> ToolEnvironment:
+def started(factory: EpisodeFactory) -> EnvironmentEpisode:
     environment = factory(TASK)
     environment.reset(0)
     return environment
 
 
-def answer(environment: ToolEnvironment, text: str) -> float | None:
+def answer(environment: EnvironmentEpisode, text: str) -> float | None:
     return environment.step(Message(role="assistant", content=f"<answer>{text}</answer>")).reward
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "num_asked"),
+    ("text", "reward", "num_requests"),
     [
         ("the City of Light", 1.0, 1),
         ("London", 0.0, 1),
@@ -85,34 +85,36 @@ def answer(environment: ToolEnvironment, text: str) -> float | None:
         ("  ", 0.0, 0),
     ],
 )
-def test_the_verdict_is_the_correctness(server: ChatServer, text: str, reward: float, num_asked: int) -> None:
+def test_the_verdict_is_the_correctness(
+    server: ChatServer, text: str, reward: float, num_requests: int
+) -> None:
     environment = started(factory_at(server.url))
     assert answer(environment, text) == reward
     result = environment.result()
     assert (result.episode_return, result.success) == (reward, reward == 1.0)
     assert result.metrics["em"] == float(text == "Paris")
-    assert verdicts_asked(server) == num_asked  # the step and the result are one question
+    assert num_judged(server) == num_requests  # the step and the result need one request
 
 
-def test_a_bad_format_is_not_asked_about(server: ChatServer) -> None:
+def test_a_bad_format_is_not_judged(server: ChatServer) -> None:
     environment = started(factory_at(server.url))
     ended = environment.step(Message(role="assistant", content="the City of Light"))
     assert ended.reward == -1.0 and not environment.result().success
     cut = started(factory_at(server.url))
-    assert cut.result().episode_return == -1.0 and verdicts_asked(server) == 0
+    assert cut.result().episode_return == -1.0 and num_judged(server) == 0
 
 
-def test_equal_answers_of_all_episodes_are_asked_about_once() -> None:
+def test_equal_answers_of_all_episodes_are_judged_once() -> None:
     """A judge that changes its mind would give equal rollouts of a group other rewards."""
-    num_asked = 0
+    num_requests = 0
     begun = threading.Barrier(8)
 
     def moody(asked: Asked) -> Answer:
-        nonlocal num_asked
+        nonlocal num_requests
         if asked.path.endswith("/models"):
             return MODELS
-        num_asked += 1
-        return completion("Correct" if num_asked % 2 else "Incorrect")
+        num_requests += 1
+        return completion("Correct" if num_requests % 2 else "Incorrect")
 
     with chat_server(moody) as server:
         factory = factory_at(server.url)
@@ -124,7 +126,7 @@ def test_equal_answers_of_all_episodes_are_asked_about_once() -> None:
 
         with ThreadPoolExecutor(8) as pool:
             assert set(pool.map(play, range(8))) == {1.0}
-    assert num_asked == 1
+    assert num_requests == 1
 
 
 @pytest.mark.parametrize("failure", [Answer(status=500), completion("I cannot tell."), Answer(status=401)])
@@ -143,7 +145,7 @@ def test_no_verdict_is_a_fault_and_leaves_the_episode_as_it_was(failure: Answer)
         assert answer(environment, "the City of Light") == 1.0  # the retry plays the same step
 
 
-def test_a_judge_that_is_not_there_is_told_at_the_start() -> None:
+def test_a_missing_judge_is_an_error_at_the_start() -> None:
     with chat_server([Answer(status=401)]) as server, pytest.raises(ToolUnavailable, match="judge"):
         factory_at(server.url)
     with pytest.raises(ToolUnavailable, match="judge"):
@@ -165,10 +167,11 @@ def test_a_run_is_rewarded_by_the_judge_and_continues_to_the_same_bits(tmp_path:
             judge = f"judge = {{endpoint = {{base_url = '{server.url}'}}}}"
             table = f"{{answer = 'judge', {judge}, require_think = false, require_boxed = false}}"
             run = begin(recipe, tmp_path / verdict, f"environment.reward={table}", "evaluation.every=2")
-            copy = interrupted(run)
-            resume(copy)
-        assert verdicts_asked(server) > 0
-        assert_same(run, copy)
+            if verdict == "Correct":
+                copy = interrupted(run)
+                resume(copy)
+                assert_same(run, copy)
+        assert num_judged(server) > 0
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         returns[verdict] = [line["reward/mean"] for line in lines if line["kind"] == "train"]
     # the first step's rollouts are the same in both, and some of them answered

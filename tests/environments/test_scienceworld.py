@@ -1,6 +1,4 @@
-"""ScienceWorld without Java: parsing, record, pool and task list against a scripted simulator; a gateway that
-stalls or dies.
-"""
+"""ScienceWorld without Java, with a scripted simulator and a fake gateway."""
 
 import dataclasses
 import os
@@ -30,7 +28,7 @@ from outrider.types import Message
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedSimulator:
-    """Answers with the given replies in order; dies when they run out."""
+    """Answers with the given replies in order; dies if there are no more."""
 
     replies: list[Reply] = field(default_factory=list)
     valid: tuple[str, ...] = ("look around",)
@@ -92,7 +90,7 @@ def act(environment: Env, action: str = "look around") -> StepResult:
 
 
 class Starter:
-    """Starts scripted simulators and remembers them."""
+    """Starts scripted simulators and stores them."""
 
     def __init__(self, make: Callable[[], ScriptedSimulator] = ScriptedSimulator) -> None:
         self.make = make
@@ -140,7 +138,7 @@ def test_rewards_always_add_up_to_the_return(scores: list[int], last: int, clip:
     assert record.metrics["score"] == last  # raw, whatever the options
 
 
-def test_an_episode_out_of_moves_is_cut_and_says_so_but_a_win_on_the_last_move_is_a_win() -> None:
+def test_max_moves_truncates_but_a_win_on_the_last_move_counts() -> None:
     cut = play_one(ScriptedSimulator(replies=[reply(10, moves=9), reply(10, moves=19)]), max_moves=10)
     assert not act(cut).done
     last = act(cut)
@@ -152,7 +150,7 @@ def test_an_episode_out_of_moves_is_cut_and_says_so_but_a_win_on_the_last_move_i
     assert (won.result().metrics["cut_by_moves"], won.result().success) == (0.0, True)
 
 
-def test_stepping_a_finished_episode_is_an_error_of_the_caller() -> None:
+def test_stepping_a_finished_episode_is_an_error() -> None:
     environment = play_one(ScriptedSimulator(replies=[reply(-100)]))
     act(environment)
     with pytest.raises(RuntimeError, match="has ended"):
@@ -170,7 +168,7 @@ def test_stepping_a_finished_episode_is_an_error_of_the_caller() -> None:
         ("<action>0</action> trailing", "0"),
     ],
 )
-def test_one_tagged_action_is_read(text: str, action: str) -> None:
+def test_one_tagged_action_is_parsed(text: str, action: str) -> None:
     assert parse_action(text) == (action, "")
 
 
@@ -203,12 +201,12 @@ def test_parsing_never_raises_and_gives_either_an_action_or_a_problem(text: str)
 
 
 @given(action=st.text(alphabet="abcdef 0123", min_size=1).filter(lambda text: bool(text.strip())))
-def test_a_rendered_action_is_read_back(action: str) -> None:
+def test_a_rendered_action_is_parsed_back(action: str) -> None:
     canonical = " ".join(action.split())
     assert parse_action(render_action(canonical)) == (canonical, "")
 
 
-def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
+def test_an_unknown_action_is_invalid_and_an_ambiguous_one_is_not() -> None:
     refusal = reply(0, moves=0, text="No known action matches that input.")
     question = reply(
         0, moves=0, text="Ambiguous request: Please enter the number for the action you intended"
@@ -220,55 +218,45 @@ def test_the_simulators_refusal_is_invalid_and_its_question_is_not() -> None:
     assert (metrics["num_invalid"], metrics["num_ambiguous"], metrics["num_turns"]) == (1, 1, 2)
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        *(
-            "The door is not open.",
-            "It's not clear how to get there from here.",
-            "The door is already open.\n",
-        ),
-        *(
-            "The sink is not moveable.",
-            "The fridge isn't open, so you can't see inside.",
-            "It's not clear how to read that.",
-        ),
-        *(
-            "The table is not edible.",
-            "I'm not sure how to use the table.",
-            "The inventory the thermometer is in is not movable.",
-        ),
-        *(
-            "The sink is already activated.",
-            "The table is not closeable.",
-            "You can't move something into itself.",
-        ),
-        *(
-            "Something can't be connected to itself.",
-            "You can't pick up a gas directly.",
-            "There is only one thing (glass cup)",
-        ),
-        *(
-            "That can't be moved there, because the fridge isn't open.",
-            "The sink does not contain any liquids to dunk into.",
-        ),
-    ],
-)
-def test_what_the_simulator_does_not_do_is_refused_and_nothing_else(said: str) -> None:
-    """The simulator says so in words alone. A question back waits for its answer, so it is no refusal."""
+REFUSALS = """\
+The door is not open.
+It's not clear how to get there from here.
+The door is already open.
+The sink is not moveable.
+The fridge isn't open, so you can't see inside.
+It's not clear how to read that.
+The table is not edible.
+I'm not sure how to use the table.
+The inventory the thermometer is in is not movable.
+The sink is already activated.
+The table is not closeable.
+You can't move something into itself.
+Something can't be connected to itself.
+You can't pick up a gas directly.
+There is only one thing (glass cup)
+That can't be moved there, because the fridge isn't open.
+The sink does not contain any liquids to dunk into.
+""".splitlines()
+
+
+@pytest.mark.parametrize("said", REFUSALS)
+def test_actions_that_the_simulator_did_not_execute_are_refused(said: str) -> None:
+    """Only the text shows it. A question waits for its answer, so it is no refusal."""
     others = (
         "The door is now open.", "You move to the kitchen.", "A room.\nThe door is not open.",
         "the thermometer measures 10 degrees",
         "Ambiguous request: Please enter the number for the action you intended",
         "In your inventory, you see:\n\tan orange",
     )  # fmt: skip
-    environment = play_one(ScriptedSimulator(replies=[reply(0, text=text) for text in (said, *others)]))
-    results = [act(environment) for _ in range(1 + len(others))]
-    assert [result.refused for result in results] == [True] + [False] * len(others)
+    environment = play_one(
+        ScriptedSimulator(replies=[reply(0, text=text) for text in (said, f"{said}\n", *others)])
+    )
+    results = [act(environment) for _ in range(2 + len(others))]
+    assert [result.refused for result in results] == [True, True] + [False] * len(others)
     assert all(not result.invalid and result.reward == 0 and not result.done for result in results)
 
 
-def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
+def test_the_prompt_contains_task_rules_templates_and_first_observation() -> None:
     family = task_set_of(ScriptedSimulator)
     (message,) = family.make()(family.tasks("train")[0]).reset(3)
     assert message.role == "user"
@@ -276,7 +264,7 @@ def test_the_prompt_holds_task_rules_templates_and_first_sight() -> None:
         assert part in message.content
 
 
-def test_the_list_of_valid_actions_is_shown_only_on_demand_and_a_cut_is_stated() -> None:
+def test_valid_actions_are_listed_on_demand_up_to_a_limit() -> None:
     valid = tuple(f"open door {index}" for index in range(5))
     quiet = play_one(ScriptedSimulator(replies=[reply(0)], valid=valid))
     assert "open door" not in act(quiet).text
@@ -303,7 +291,7 @@ def test_action_correction_takes_the_most_similar_valid_action() -> None:
     assert scienceworld_tasks.nearest_action("sing", _VALID) is None
 
 
-def test_correction_is_off_by_default_and_leaves_the_answer_to_a_question_alone() -> None:
+def test_action_correction_is_optional_and_keeps_the_answer_to_a_question() -> None:
     plain = ScriptedSimulator(replies=[reply(0)], valid=_VALID)
     act(play_one(plain), "focus on red light bulb")
     assert plain.acted == ["focus on red light bulb"]
@@ -351,7 +339,7 @@ def test_a_finished_episode_frees_its_simulator_and_an_unfinished_one_keeps_it()
         first.reset(0)
 
 
-def test_a_failed_start_does_not_lose_the_place() -> None:
+def test_a_failed_start_can_be_repeated() -> None:
     attempts: list[int] = []
 
     def start() -> ScriptedSimulator:
@@ -366,7 +354,7 @@ def test_a_failed_start_does_not_lose_the_place() -> None:
     assert pool.borrow().is_alive()
 
 
-def test_no_simulator_survives_a_pool_that_closes_while_it_starts() -> None:
+def test_a_pool_closed_during_a_start_leaves_no_simulator() -> None:
     starting, go_on = threading.Event(), threading.Event()
     late = ScriptedSimulator()
 
@@ -420,7 +408,7 @@ def test_the_splits_are_frozen_disjoint_and_complete() -> None:
     assert scienceworld_tasks.variations("boil", "valid") == range(14, 21)  # read from the simulator
 
 
-def test_the_task_list_keeps_the_order_of_the_config_and_its_hash_sees_it() -> None:
+def test_tasks_are_in_the_order_of_the_settings() -> None:
     forward = ScienceWorldEnvironment.build(
         ScienceWorldConfig(task_names=("melt", "boil"), num_train_variations=2)
     )
@@ -458,7 +446,7 @@ def test_an_impossible_config_is_refused(settings: dict[str, object]) -> None:
         ScienceWorldConfig.model_validate(settings)
 
 
-def test_the_expert_plays_the_gold_path_to_its_end_and_a_path_that_fails_is_none() -> None:
+def test_the_expert_plays_the_gold_path_and_is_none_if_it_fails() -> None:
     def winning() -> ScriptedSimulator:
         return ScriptedSimulator(replies=[reply(50, text="Open."), reply(100, text="Taken.", completed=True)])
 
@@ -524,7 +512,7 @@ def counterfeit(tmp_path: Path, mode: str) -> Launch:
     return Launch(java=str(program), class_path="", start_limit_s=start_limit_s, step_limit_s=step_limit_s)
 
 
-def test_the_gateway_reads_values_and_drains_what_the_simulator_prints(tmp_path: Path) -> None:
+def test_the_simulators_values_are_read_and_its_output_is_drained(tmp_path: Path) -> None:
     simulator = JavaSimulator(counterfeit(tmp_path, "fine"))
     try:
         assert simulator.act("open\\door") == Reply(
@@ -557,21 +545,21 @@ def test_a_broken_call_is_a_fault_and_kills_the_process(tmp_path: Path, mode: st
 @pytest.mark.parametrize(
     ("mode", "what"), [("refuse", "did not start.*reserve enough space"), ("mute", "did not start")]
 )
-def test_a_process_that_does_not_come_up_is_a_fault_with_its_last_words(
+def test_a_process_that_does_not_start_is_a_fault_with_its_output(
     tmp_path: Path, mode: str, what: str
 ) -> None:
     with pytest.raises(EnvironmentFault, match=what):
         JavaSimulator(counterfeit(tmp_path, mode))
 
 
-def test_closing_from_another_thread_ends_a_call_that_hangs(tmp_path: Path) -> None:
+def test_closing_from_another_thread_ends_a_hanging_call(tmp_path: Path) -> None:
     simulator = JavaSimulator(dataclasses.replace(counterfeit(tmp_path, "stall"), step_limit_s=30.0))
     threading.Timer(0.2, simulator.close).start()
     with pytest.raises(EnvironmentFault):
         simulator.act("wait")
 
 
-def test_a_reset_that_was_given_up_returns_the_simulator_that_it_gets_later() -> None:
+def test_a_reset_of_a_closed_environment_returns_its_simulator() -> None:
     family = task_set_of(ScriptedSimulator, num_workers=1, borrow_limit_s=5.0)
     factory = family.make()
     first, late = factory(family.tasks("train")[0]), factory(family.tasks("train")[1])

@@ -136,7 +136,7 @@ def test_the_list_of_valid_actions_comes_on_demand(simulator: JavaSimulator) -> 
     assert any(action.startswith("teleport") for action in actions)
 
 
-def test_a_bad_load_is_a_fault_with_the_simulators_own_words(factory: Any) -> None:
+def test_a_failed_load_is_a_fault_with_the_simulators_message(factory: Any) -> None:
     simulator = factory._shared.borrow()
     with pytest.raises(EnvironmentFault, match="exceeds the total number"):
         simulator.load(task_name="boil", variation=999, simplification="")
@@ -175,7 +175,7 @@ class KillsOnce(Hook):
 
 
 @pytest.mark.long
-def test_a_death_in_mid_episode_costs_no_rollout_of_the_loop(family: TaskSet, factory: Any) -> None:
+def test_a_killed_simulator_costs_no_rollout(family: TaskSet, factory: Any) -> None:
     simulator = factory._shared.borrow()
     assert isinstance(simulator, JavaSimulator)
     pid, num_replaced = simulator.pid, factory._shared.num_replaced

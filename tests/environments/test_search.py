@@ -66,7 +66,7 @@ def test_ranking_and_ties_agree_with_an_independent_bm25(
     assert result.scores == pytest.approx([expected[i] for i in hits], rel=1e-4)
 
 
-def test_equal_passages_come_in_corpus_order_for_every_word_order() -> None:
+def test_equal_passages_are_in_corpus_order_for_every_word_order() -> None:
     tool = SearchTool([passage(i, "red sky blue sea", title="same") for i in range(6)], SearchConfig(top_k=3))
     for query in ("red sky blue", "blue red sky", "sea"):
         assert [p.passage_id for p in tool.run(query).passages] == ["0", "1", "2"]
@@ -76,7 +76,7 @@ def test_terms_fold_case_and_accents() -> None:
     assert terms("C\u00f4te d'Ivoire, S\u00c3O_TOM\u00c9 .td") == ["cote", "d", "ivoire", "sao", "tome", "td"]
 
 
-def test_no_query_and_no_hits_are_said() -> None:
+def test_an_empty_query_and_no_hits_are_reported() -> None:
     tool = SearchTool([passage(0, "red")])
     for query in ("", "  ", "?!"):
         assert (tool.run(query).text, tool.run(query).passages) == (EMPTY_QUERY, ())
@@ -102,7 +102,7 @@ def test_a_text_without_spaces_is_cut_within_the_limit() -> None:
     assert len(line) == 50 and line.endswith("x...")
 
 
-def test_the_cached_index_gives_the_same_and_another_corpus_another(tmp_path: Path) -> None:
+def test_the_cached_index_returns_the_same_hits(tmp_path: Path) -> None:
     passages = [passage(i, f"{WORDS[i % 5]} {WORDS[i % 3]}") for i in range(20)]
     config = SearchConfig(cache_dir=tmp_path / "cache")
     built, loaded, plain = (SearchTool(passages, c).run("red sea") for c in (config, config, SearchConfig()))
@@ -169,7 +169,7 @@ def test_a_bad_corpus_file_names_the_line(tmp_path: Path, content: str, message:
         load_passages(tmp_path / "c.jsonl")
 
 
-def test_ids_are_shown_where_they_are_wanted() -> None:
+def test_ids_are_optional() -> None:
     """Within the limit of a passage, and never part of the index."""
     config = SearchConfig(show_ids=True, max_chars=20)
     tool = SearchTool([passage(7, "red sky over the sea")], config)

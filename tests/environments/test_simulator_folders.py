@@ -1,4 +1,4 @@
-"""What a killed run leaves in the temporary directory goes with the next start, and nothing else does."""
+"""The temporary folders of killed runs are removed at the next start."""
 
 import signal
 import subprocess
@@ -28,7 +28,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_folder_of_a_killed_run_goes_with_the_next_start(temporary: Path) -> None:
+def test_the_next_start_removes_the_folder_of_a_killed_run(temporary: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(temporary)], stdout=subprocess.PIPE, text=True
     ) as owner:
@@ -45,7 +45,7 @@ def test_the_folder_of_a_killed_run_goes_with_the_next_start(temporary: Path) ->
     assert list(temporary.iterdir()) == []
 
 
-def test_folders_that_are_nobodys_to_remove_stay(temporary: Path) -> None:
+def test_other_folders_are_not_removed(temporary: Path) -> None:
     (temporary / "scienceworld-being-made").mkdir()
     (temporary / "scienceworld-link").symlink_to(temporary)
     (temporary / "scienceworld-notes").write_text("a file")

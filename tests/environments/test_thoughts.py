@@ -29,7 +29,7 @@ def is_right(output: str, answer: str, kind: str) -> bool:
 
 @pytest.mark.parametrize(("opening", "closing"), MARKERS)
 @pytest.mark.parametrize("kind", ["math", "qa"])
-def test_only_what_is_said_behind_the_thoughts_is_graded(opening: str, closing: str, kind: str) -> None:
+def test_only_the_text_after_the_thoughts_is_graded(opening: str, closing: str, kind: str) -> None:
     thought = f"{opening}Perhaps \\boxed{{5}} or <answer>5</answer>?{closing}"
     assert not is_right(f"{thought}The answer is 7.", "5", kind)
     assert not is_right(f"{opening}Perhaps \\boxed{{5}}? Let me check, since", "5", kind)

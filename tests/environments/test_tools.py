@@ -145,7 +145,7 @@ def test_code_is_not_the_same_when_its_blanks_differ() -> None:
     assert environment.result().metrics["num_repeated_queries"] == 0.0
 
 
-def test_malformed_turns_are_told_and_bounded() -> None:
+def test_malformed_turns_are_explained_and_limited() -> None:
     environment, tools = start(max_invalid=2)
     first = say(environment, "<search></search>")
     assert first.message is not None and "<search> is empty." in first.message.content.replace("&lt;", "<")
@@ -335,7 +335,7 @@ def test_the_prompts() -> None:
     assert "boxed" not in prompt(reward=RewardConfig(require_boxed=False))
 
 
-def test_the_python_tool_behind_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_tool_fulfils_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     results = {
         "1+1": PythonResult(output="2", status="ok", seconds=0.0, truncated=False, sandboxed=True),
         "x=1": PythonResult(output="", status="ok", seconds=0.0, truncated=False, sandboxed=True),

@@ -177,7 +177,7 @@ def test_everything_else_is_refused_with_the_field(field: str, kind: str) -> Non
 
 @pytest.mark.parametrize("field", ["reward", "episode_return", "metrics"])
 @pytest.mark.parametrize("kind", NOT_FINITE)
-def test_what_is_not_finite_is_a_fault_with_the_field(field: str, kind: str) -> None:
+def test_a_value_that_is_not_finite_is_a_fault_with_the_field(field: str, kind: str) -> None:
     value = {"metrics of mine": NOT_FINITE[kind]} if field == "metrics" else NOT_FINITE[kind]
     with pytest.raises(NonFiniteResult, match=f"{field}.*no finite number"):
         played(Returned(**{field: value}))

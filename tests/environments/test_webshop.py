@@ -1,6 +1,4 @@
-"""WebShop: the score by hand and by reference, goals and splits, pages, what a policy can write, and an
-oracle that shops.
-"""
+"""WebShop: scores, goals and splits, pages, actions, the expert, and files."""
 
 import json
 import pickle
@@ -129,7 +127,7 @@ def test_task_score_and_training_return(
     assert training_return(measured, "score") == measured
 
 
-def test_ten_is_paid_for_exactly_one_only() -> None:
+def test_success10_requires_a_score_of_exactly_one() -> None:
     assert [training_return(score, "success10") for score in (0.0, 0.999999, 1.0)] == [0.0, 0.0, 10.0]
 
 
@@ -169,12 +167,12 @@ def test_type_factor_of_a_long_title(
     assert type_factor(bought, wanted) == factor
 
 
-def test_a_wanted_title_without_words_shares_a_fifth() -> None:
+def test_a_target_title_without_words_shares_a_fifth() -> None:
     assert type_factor(product(), product(title="")) == 1.0
     assert type_factor(product(query="x", categories=()), product(title="12 of a")) == 0.5
 
 
-def test_attributes_are_similar_to_an_own_one_or_stand_in_the_texts() -> None:
+def test_attributes_are_similar_to_one_of_the_product_or_occur_in_its_texts() -> None:
     features = ("Fast boil", "cool Touch")
     kettle = product(
         attributes=("stainless steel body",), title="A Kettle", features=features, description="BPA free."
@@ -243,7 +241,7 @@ def test_similarity_agrees_with_its_definition(left: str, right: str) -> None:
 
 
 @given(st.data())
-def test_a_score_never_leaves_its_range_and_the_perfect_purchase_gets_it_all(data: st.DataObject) -> None:
+def test_scores_are_in_range_and_one_for_the_perfect_purchase(data: st.DataObject) -> None:
     goals = [read_goal(task) for task in all_tasks(family())]
     shop = family().make()(all_tasks(family())[0])._shop
     goal = data.draw(st.sampled_from(goals))
@@ -314,7 +312,7 @@ def test_the_limit_is_drawn_among_three_and_the_larger_of_two() -> None:
     )
 
 
-def test_a_goal_survives_being_a_task() -> None:
+def test_a_goal_is_restored_from_its_task() -> None:
     goals = [read_goal(task) for task in all_tasks(family())]
     assert [read_goal(pickle.loads(pickle.dumps(make_task(goal)))) for goal in goals] == goals
     task = make_task(goals[0])
@@ -324,7 +322,7 @@ def test_a_goal_survives_being_a_task() -> None:
 @pytest.mark.parametrize(
     "metadata", [{}, {"product": "A", "attributes": [], "options": ["x"], "price_limit": None}]
 )
-def test_a_task_of_another_family_is_refused(metadata: dict[str, object]) -> None:
+def test_a_task_of_another_environment_is_refused(metadata: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="t1 is not a WebShop task"):
         family().make()(Task(key="t1", question="?", metadata=metadata))  # type: ignore[arg-type]
     other = make_task(build_goals(catalogue(product()), {"A": 1.0}, 0)[0])
@@ -387,7 +385,7 @@ def test_limits_take_a_prefix_and_another_seed_is_another_benchmark() -> None:
 # --- pages ---
 
 
-def test_the_prompt_states_rules_request_and_the_search_page() -> None:
+def test_the_prompt_contains_rules_request_and_search_page() -> None:
     environment = start()
     (message,) = environment.reset(1)
     assert list(environment.reset(2)) == [message]  # the goal is the task; nothing is drawn
@@ -414,13 +412,13 @@ def test_results_come_in_pages_of_ten_with_next_and_prev() -> None:
     assert environment.result().metrics["num_inadmissible"] == 1
 
 
-def test_a_search_in_vain_shows_no_products() -> None:
+def test_a_search_without_matches() -> None:
     environment = start()
     assert shown(do(environment, "search[zyzzyva !!]")) == ["Back to Search", "Page 1 (Total results: 0)"]
     assert shown(do(environment, "click[back to search]")) == ["Search"]
 
 
-def test_an_item_shows_its_options_and_leads_to_its_texts_and_back() -> None:
+def test_an_item_shows_its_options_and_links_to_its_texts() -> None:
     environment = start()
     item = shown(do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE.lower()}]"))
     options = ["color", "black", "moss green", "sand", "size", "18 oz", "24 oz", "32 oz"]
@@ -438,7 +436,7 @@ def test_an_item_shows_its_options_and_leads_to_its_texts_and_back() -> None:
     assert environment.result().metrics["num_inadmissible"] == 0
 
 
-def test_choices_survive_a_look_at_the_texts_and_end_when_the_item_is_left() -> None:
+def test_choices_are_kept_on_sub_pages_and_lost_when_the_item_is_left() -> None:
     environment = start()
     do(
         environment,
@@ -454,7 +452,7 @@ def test_choices_survive_a_look_at_the_texts_and_end_when_the_item_is_left() -> 
     assert environment._page.chosen == {}
 
 
-def test_a_value_of_two_options_goes_to_the_last() -> None:
+def test_a_value_of_two_options_belongs_to_the_last() -> None:
     found = product(options={"color": ("red", "x"), "trim": ("red",)})
     shop = Shop({"A": found}, {"A": 20.0}, show_attributes=False, max_page_chars=100)
     page = shop.click(Page(kind="item", product_id="A"), "red")
@@ -483,7 +481,7 @@ def test_actions_are_listed_unless_switched_off() -> None:
         )
 
 
-def test_long_texts_are_cut_and_counted_and_special_tokens_are_defused() -> None:
+def test_long_texts_are_truncated_and_special_tokens_are_escaped() -> None:
     environment = start(max_page_chars=30)
     features = shown(do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]", "click[features]"))
     assert features[2:] == ["Double wall keeps tea warm for ..."]
@@ -510,7 +508,7 @@ def test_long_texts_are_cut_and_counted_and_special_tokens_are_defused() -> None
         ("I should write <action> soon: <action>click[a [b] c]</action>", "click", "a [b] c"),
     ],
 )
-def test_one_tagged_action_is_read(text: str, verb: str, argument: str) -> None:
+def test_one_tagged_action_is_parsed(text: str, verb: str, argument: str) -> None:
     assert parse_action(text) == (verb, argument)
 
 
@@ -529,7 +527,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("text", UNREADABLE)
-def test_unreadable_text_changes_nothing_and_is_answered_in_words(text: str) -> None:
+def test_text_without_an_action_changes_nothing_and_is_explained(text: str) -> None:
     environment = start(invalid_penalty=0.1)
     before = environment._page
     result = say(environment, text)
@@ -559,7 +557,7 @@ def test_unreadable_text_changes_nothing_and_is_answered_in_words(text: str) -> 
         (["search[bottle]", f"click[{BOTTLE}]", "click[features]"], "click[buy now]"),
     ],
 )
-def test_what_a_page_does_not_allow_is_a_counted_no_op(before: list[str], action: str) -> None:
+def test_an_action_that_the_page_does_not_allow_changes_nothing(before: list[str], action: str) -> None:
     environment = start()
     page = shown(do(environment, *before)) if before else ["Search"]
     result = do(environment, action)
@@ -627,7 +625,7 @@ def test_the_right_purchase_is_worth_everything() -> None:
         assert environment.result().metrics["bought"] == 0.0
 
 
-def test_a_poor_purchase_is_worth_its_parts_and_none_is_worth_nothing() -> None:
+def test_the_scores_of_a_partial_purchase_and_of_none() -> None:
     environment = start(reward="success10")
     buy(environment, BOTTLE, [])
     record = environment.result()  # two attributes and the price of two attributes, two options and the price
@@ -675,7 +673,7 @@ def start_task(task: Task, **config: object) -> WebShopEnvironment:
     return environment
 
 
-def test_a_copy_goes_its_own_way() -> None:
+def test_a_copy_is_independent() -> None:
     one = start()
     say(one, "?")
     do(one, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]", "click[black]")
@@ -693,7 +691,7 @@ def test_a_copy_goes_its_own_way() -> None:
 # --- the oracle ---
 
 
-def test_the_oracle_fulfils_every_goal_of_the_shipped_catalogue() -> None:
+def test_the_expert_solves_every_goal_of_the_shipped_catalogue() -> None:
     shop_family: TaskSet = family()
     factory = shop_family.make()
     for task in all_tasks(family()):
@@ -781,7 +779,7 @@ def test_a_bad_file_is_an_error_before_the_first_rollout(
         write(tmp_path, products, attributes).make()
 
 
-def test_a_missing_file_is_an_error_and_the_files_go_together(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_and_both_files_are_required(tmp_path: Path) -> None:
     missing = WebShopTaskSet(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"cannot read .*p\.json"):
         missing.tasks("train")
@@ -796,7 +794,7 @@ def test_a_missing_file_is_an_error_and_the_files_go_together(tmp_path: Path) ->
             WebShopConfig.model_validate(bad)
 
 
-def test_details_of_the_file_are_kept_and_repeated_values_are_one(tmp_path: Path) -> None:
+def test_details_of_the_file_are_read_without_repeated_values(tmp_path: Path) -> None:
     rows = [
         listed(options={"size": ["s", "m", "s"]}, pricing=[5.0, 9.5]),
         listed("B1", pricing=[], Title="Teapot"),
@@ -868,7 +866,7 @@ def test_the_published_set_has_its_goals_and_sizes() -> None:
 
 
 @needs_shared
-def test_the_oracle_and_the_first_hit_on_the_published_set() -> None:
+def test_the_expert_and_the_first_hit_on_the_published_set() -> None:
     shop_family, scores = shared_family(), []
     factory = shop_family.make()
     tasks = shop_family.tasks("test")[::5]

@@ -66,7 +66,7 @@ def mean_return(traces: list[Trace]) -> float:
 
 
 @pytest.mark.slow
-def test_who_wanders_with_a_critic_of_earlier_walks_arrives_more_often() -> None:
+def test_a_critic_of_earlier_walks_improves_a_random_walk() -> None:
     wanderer = scripted(wander)
     recorded = play(wanderer, 300, seed=0)
     settings = CriticSettings(
@@ -102,7 +102,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_record_learn_and_play_by_the_commands(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_record_train_and_use_a_critic(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = recipe.parent
     plain, critic = root / "plain", root / "critic.safetensors"
     record = ["eval", str(recipe), "--progress", "none", "evaluation.split=train", "--run", str(plain)]
@@ -111,8 +111,8 @@ def test_record_learn_and_play_by_the_commands(recipe: Path, capsys: pytest.Capt
     assert len(recorded) == 4 and all(one.prompt[0].content and one.steps for one in recorded)
     learn = ["critic", "--from", str(plain), "--out", str(critic), "embedder=hash", "num_updates=40"]
     assert main(learn) == 0
-    told = capsys.readouterr().out
-    assert "4 trajectories" in told and "40 of 40 updates" in told and "engine.type=retrospex" in told
+    output = capsys.readouterr().out
+    assert "4 trajectories" in output and "40 of 40 updates" in output and "engine.type=retrospex" in output
     first = critic.read_bytes()
     assert main(learn) == 2 and "exists" in capsys.readouterr().err
     critic.rename(root / "first")
@@ -133,7 +133,7 @@ def test_record_learn_and_play_by_the_commands(recipe: Path, capsys: pytest.Capt
     assert texts[0] != texts[1]  # the critic, random as it is, has chosen
 
 
-def test_what_is_no_source_or_no_critic_is_told(
+def test_a_bad_source_or_critic_is_one_line(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ["--out", str(tmp_path / "critic"), "embedder=hash"]
@@ -163,9 +163,7 @@ def test_trajectories_of_a_file_are_learned_from(tmp_path: Path, capsys: pytest.
     assert "1 trajectories, 1 turns, mean return 1" in capsys.readouterr().out
 
 
-def test_evaluations_on_held_out_tasks_are_learned_from_when_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_held_out_evaluations_are_used_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     learn = ["critic", "--from", str(run_of(tmp_path, "test")), "embedder=hash", "num_updates=2"]
     assert main([*learn, "--out", str(tmp_path / "critic")]) == 1
     assert "--held-out" in capsys.readouterr().err

@@ -210,7 +210,7 @@ def test_faults_of_the_judge_leave_answers_unjudged(questions: Path, tmp_path: P
     assert (
         all(one["score"] is None and one["prediction"].startswith("maybe") for one in lost) and len(lost) == 4
     )
-    assert sum("held no verdict" in one["detail"] for one in lost) == 1
+    assert sum("contained no verdict" in one["detail"] for one in lost) == 1
     with chat_server(judged(judgment)) as server:
         assert play(server, tasks, tmp_path / "run", *judge_options(server)) == 0
         assert (num_asked(server), num_asked(server, "judge")) == (0, 4)

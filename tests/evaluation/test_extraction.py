@@ -140,9 +140,7 @@ def test_recorded_counts(case: dict[str, Any]) -> None:
         ("no tags \\boxed{7}", "7", "", "7", "7"),
     ],
 )
-def test_what_each_variant_takes_for_the_answer(
-    output: str, ours: str, train: str, released: str, squad: str
-) -> None:
+def test_extraction_by_each_variant(output: str, ours: str, train: str, released: str, squad: str) -> None:
     assert (OURS.extract(output), TRAIN.extract(output), RELEASED.extract(output), SQUAD.extract(output)) == (
         ours, train, released, squad,
     )  # fmt: skip
@@ -174,7 +172,7 @@ def test_exact_match_of_each_variant(
     assert found == [ours, train, released, squad]
 
 
-def test_a_wrapped_gold_is_met_by_what_extraction_unwraps() -> None:
+def test_text_commands_of_accepted_answers_are_unwrapped() -> None:
     output = "<answer>\\boxed{\\text{Evelyn}}</answer>"
     found = [
         variant.grade(variant.extract(output), ("\\text{Evelyn}",), "math").em
@@ -222,7 +220,7 @@ def test_the_best_answer_counts_and_no_answer_gives_nothing() -> None:
         ("(1,2)", "(2,1)", False, False),
     ],
 )
-def test_mathematics_of_ours_and_of_the_release(
+def test_mathematical_equality_of_the_default_and_of_arpo_eval(
     prediction: str, gold: str, ours: bool, released: bool
 ) -> None:
     assert OURS.grade(prediction, (gold,), "math").math is ours
@@ -231,7 +229,7 @@ def test_mathematics_of_ours_and_of_the_release(
 
 
 @pytest.mark.parametrize("broken", ["\\frac", "1\\sqrt", "a\\text{ b}\\text{ c}", "\\frac{1}{2}\\frac"])
-def test_what_string_rewriting_cannot_read_is_compared_as_it_is(broken: str) -> None:
+def test_broken_latex_is_compared_as_text(broken: str) -> None:
     assert strings_equal(broken, broken) and not strings_equal(broken, broken + " ")
 
 
@@ -255,7 +253,7 @@ def test_scores_by_metric() -> None:
     assert "math_equal" not in Grades(em=True, f1=1.0, contained=True).metrics()
 
 
-def test_variants_are_named_and_say_how_they_differ() -> None:
+def test_variants_have_names_and_deviations() -> None:
     assert find_variant("arpo-train") is TRAIN
     assert not OURS.deviations and all(
         variant.deviations for variant in VARIANTS.values() if variant is not OURS
@@ -298,6 +296,6 @@ def test_f1_is_symmetric_and_an_exact_match_that_is_not_blank_is_complete(left: 
 
 
 @given(st.text(max_size=20), st.text(max_size=20))
-def test_the_default_is_what_training_uses(left: str, right: str) -> None:
+def test_the_default_variant_grades_as_training_does(left: str, right: str) -> None:
     found = OURS.grade(left, (right,), "qa")
     assert (found.em, found.f1, found.math) == (exact_match(left, (right,)), f1_score(left, (right,)), None)

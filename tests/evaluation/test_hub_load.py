@@ -76,9 +76,9 @@ COMMANDS = """
 import contextlib, io, json, sys
 from outrider.cli import main
 for arguments in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    with contextlib.redirect_stderr(io.StringIO()) as output:
         status = main(["eval", "--progress", "none", *arguments])
-    print(json.dumps({"returncode": status, "stderr": told.getvalue()}))
+    print(json.dumps({"returncode": status, "stderr": output.getvalue()}))
 """
 
 
@@ -138,14 +138,14 @@ def as_file(folder: Path) -> Path:
     return path
 
 
-def test_a_model_that_the_hub_lacks_is_said_in_a_line(hub: Asked) -> None:
+def test_an_unknown_model_is_one_line(hub: Asked) -> None:
     done = hub.done["no model"]
     assert done.returncode == 1
     assert "acme/none" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("name", "advice"), [("gaia", "GAIA is gated"), ("math500", "math500=FILE")])
-def test_a_set_that_the_hub_does_not_give_says_what_to_do(hub: Asked, name: str, advice: str) -> None:
+def test_an_unavailable_task_set_is_one_line_with_advice(hub: Asked, name: str, advice: str) -> None:
     done = hub.done[name]
     assert done.returncode == 1
     assert advice in done.stderr and ".." not in done.stderr and "Traceback" not in done.stderr

@@ -95,7 +95,7 @@ def test_a_run_s_evaluation_has_every_rollout_with_its_messages_and_scores(run: 
         load_run_evaluation(run, 2)
 
 
-def test_without_its_tasks_a_run_has_no_targets_and_says_so(run: Path) -> None:
+def test_missing_tasks_leave_targets_empty_with_a_note(run: Path) -> None:
     tasks = run.parent / "tasks.jsonl"
     moved = tasks.rename(tasks.with_suffix(".moved"))
     try:
@@ -167,8 +167,8 @@ def native_turns() -> list[LoggedMessage]:
     return [said for row in rows for said in node_messages(row, "hermes")]
 
 
-def test_native_calls_and_each_of_their_results_are_told_apart() -> None:
-    _, first, one, two, complaint, second, told, last = native_turns()
+def test_native_calls_are_matched_with_their_results() -> None:
+    _, first, one, two, complaint, second, output, last = native_turns()
     assert (first.text, first.thinking) == ("I look.", "a")
     assert [(each.name, each.arguments) for each in first.calls] == [
         ("find", {}), ("search", {"input": "x"}), ("search", {"input": "y"})
@@ -176,8 +176,8 @@ def test_native_calls_and_each_of_their_results_are_told_apart() -> None:
     assert [(each.text, each.call_id) for each in (one, two)] == [
         ("x: Paris", first.calls[1].call_id), ("y: Paris", first.calls[2].call_id)
     ]  # fmt: skip
-    assert "There is no tool 'find'" in complaint.text and complaint.role == told.role == "tool"
-    assert not second.calls and len(second.problems) == 1 and "JSON" in told.text
+    assert "There is no tool 'find'" in complaint.text and complaint.role == output.role == "tool"
+    assert not second.calls and len(second.problems) == 1 and "JSON" in output.text
     assert (last.role, last.text) == ("assistant", "\\boxed{Paris}")
 
 
@@ -192,13 +192,13 @@ def test_native_calls_are_inspect_s(tmp_path: Path) -> None:
     log = read_eval_log(str(tmp_path / "one.eval"))
     assert_same(log, wanted)
     [sample] = log.samples or ()
-    _, first, *results, second, told, _ = sample.messages
+    _, first, *results, second, output, _ = sample.messages
     calls = first.tool_calls
     assert [call.function for call in calls] == ["find", "search", "search"]
     assert [one.tool_call_id for one in results] == [calls[1].id, calls[2].id, calls[0].id]
     assert [one.function for one in results] == ["search", "search", "find"]
     [unread] = second.tool_calls
-    assert unread.parse_error and told.tool_call_id == unread.id
+    assert unread.parse_error and output.tool_call_id == unread.id
     assert [one.type for one in first.content] == ["reasoning", "text"]
 
 
@@ -295,7 +295,7 @@ def test_a_name_that_no_reader_knows_is_refused(run: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(importlib.util.find_spec("inspect_ai") is not None, reason="the package is installed")
-def test_without_the_package_one_line_says_what_to_install(
+def test_a_missing_package_is_one_line_with_the_extra(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect-log", str(run), "--out", str(tmp_path / "one.eval")]) == 1

@@ -142,11 +142,11 @@ def test_replies_without_end_are_read_in_bounded_time(part: str, rule: Rule) -> 
 
 
 @given(st.text(max_size=30), st.sampled_from(["Correct", "Incorrect"]))
-def test_the_tag_decides_whatever_stands_before_it(before: str, word: str) -> None:
+def test_the_tag_decides_after_any_text(before: str, word: str) -> None:
     assert read_verdict(f"{before}<judgment> {word}. </judgment>") is (word == "Correct")
 
 
-def test_verdicts_and_what_is_sent() -> None:
+def test_verdicts_and_the_request() -> None:
     with chat_server([YES, NO]) as server:
         judge = judge_at(server)
         yes, no = ask(judge), ask(judge)
@@ -182,7 +182,7 @@ def test_a_prediction_cannot_pass_for_the_judges_tags_and_long_ones_are_cut() ->
     )
 
 
-def test_a_reply_without_a_verdict_is_asked_for_again() -> None:
+def test_a_reply_without_a_verdict_is_requested_again() -> None:
     with chat_server([completion("Hm."), YES]) as server:
         found = ask(judge_at(server))
     assert (found.is_correct, found.num_requests, found.num_tokens) == (True, 2, 14)
@@ -198,7 +198,7 @@ def test_no_verdict_at_all_is_unscored() -> None:
     with chat_server([completion("Who knows?")]) as server:
         found = ask(judge_at(server, max_asks=3))
     assert (found.is_correct, found.num_requests, found.reply) == (None, 3, "Who knows?")
-    assert found.fault == "3 replies of the judge held no verdict" and len(server.asked) == 3
+    assert found.fault == "3 replies of the judge contained no verdict" and len(server.asked) == 3
 
 
 @pytest.mark.parametrize("rule", ["strict", "arpo-eval"])
@@ -225,7 +225,7 @@ def test_a_server_that_fails_leaves_the_answer_unscored(bad: Answer, words: str)
     assert found.is_correct is None and words in found.fault and found.num_requests == 1
 
 
-def test_what_passes_is_tried_again_by_the_endpoint() -> None:
+def test_temporary_failures_are_retried() -> None:
     for bad in (Answer({}, status=429), Answer({}, status=500), Answer(b"garbage")):
         with chat_server([bad, YES]) as server:
             assert ask(judge_at(server)).is_correct is True

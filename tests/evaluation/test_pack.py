@@ -91,14 +91,14 @@ def refused(pack: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return line
 
 
-def test_an_untouched_pack_holds(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unchanged_pack_is_verified(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(pack), "--no-replay"]) == 0
     printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "8 evaluations, 2 rows of exact returns, 4 runs' costs" in printed
 
 
 @pytest.mark.parametrize("name", ["demo-avx2.pack", "toys-quest.pack"])
-def test_a_pack_of_an_earlier_version_holds(name: str) -> None:
+def test_packs_of_earlier_versions_are_verified(name: str) -> None:
     """They have panels and comparisons as well."""
     verify(Path(__file__).parents[2] / "records" / "packs" / name)
 
@@ -113,7 +113,7 @@ def test_every_byte_of_every_file_counts(pack: Path, capsys: pytest.CaptureFixtu
 
 
 @given(data=st.data())
-def test_any_single_changed_byte_is_found(made: Path, data: st.DataObject) -> None:
+def test_a_single_changed_byte_is_an_error(made: Path, data: st.DataObject) -> None:
     pack = made / "pack"
     file = data.draw(st.sampled_from(sorted(path for path in pack.rglob("*") if path.is_file())))
     before = file.read_bytes()
@@ -177,7 +177,7 @@ BROKEN: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "says"), BROKEN)
-def test_what_is_malformed_is_one_line(
+def test_a_malformed_file_is_one_line(
     pack: Path, name: str, content: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (pack / name).write_text(content)
@@ -198,8 +198,8 @@ def test_code_that_a_pack_names_is_not_imported(
     kind = next(line for line in text.splitlines() if line.startswith("type = "))
     recipe.write_text(text.replace(kind, 'type = "pack.evil:E"', 1))
     monkeypatch.chdir(pack.parent)
-    told = refused(resealed(pack), capsys)
-    assert "names 'pack.evil:E': code is never imported from a pack" in told
+    output = refused(resealed(pack), capsys)
+    assert "names 'pack.evil:E': code is never imported from a pack" in output
 
 
 def changed_line(file: Path, number: int, change: Callable[[dict[str, Any]], None]) -> None:
@@ -210,7 +210,7 @@ def changed_line(file: Path, number: int, change: Callable[[dict[str, Any]], Non
     file.write_text("\n".join(lines) + "\n")
 
 
-def test_scores_that_do_not_follow_from_the_tasks_are_found(
+def test_scores_that_do_not_match_the_tasks_are_an_error(
     pack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whoever changes results and hashes together still has to make everything else fit."""
@@ -230,7 +230,7 @@ def test_scores_that_do_not_follow_from_the_tasks_are_found(
     assert "tables.json: " in (said := refused(resealed(pack), capsys)) and "policy tokens" in said
 
 
-def test_tables_that_do_not_follow_from_the_results_are_found(
+def test_tables_that_do_not_match_the_results_are_an_error(
     pack: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tables = json.loads((pack / TABLES).read_text())
@@ -241,7 +241,7 @@ def test_tables_that_do_not_follow_from_the_results_are_found(
     assert "tables.json" in refused(resealed(pack), capsys)
 
 
-def test_nothing_of_the_machine_is_in_a_pack(made: Path) -> None:
+def test_a_pack_has_no_paths_of_the_machine(made: Path) -> None:
     texts = {
         path.relative_to(made / "pack").as_posix(): path.read_text()
         for path in (made / "pack").rglob("*")
@@ -269,7 +269,7 @@ def test_other_content_under_one_name_stays_another_setting(tmp_path: Path) -> N
     assert all(tree["environment"]["tools"] == ["search"] for tree, _ in trees)
 
 
-def test_weights_come_along_only_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_weights_are_packed_only_on_request(tmp_path: Path) -> None:
     paths = add_files(tmp_path)[:3]
     for step in ("step-000000", "step-000002"):
         checkpoint = paths[0] / "checkpoints" / step
@@ -334,7 +334,7 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(
     assert "mathematically equal.value is" in refused(resealed(tmp_path / "pack"), capsys)
 
 
-def test_what_cannot_be_packed_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_unsuitable_folders_are_an_error_and_leave_nothing(tmp_path: Path) -> None:
     paths = add_files(tmp_path)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="is no run"):
@@ -380,8 +380,8 @@ def test_rows_agree_by_their_digits_or_their_interval() -> None:
     def agrees(found: float) -> bool:
         return Replayed(row="r", recorded=0.1, low=0.2, high=0.3, measured=found, num_different=None).agrees
 
-    told = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None)
-    assert told.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % replayed: it agrees"
+    output = Replayed(row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None)
+    assert output.sentence == "r: 10.0 % [5.0, 30.0] in the pack, 20.0 % replayed: it agrees"
     toy = Replayed(
         row="r", recorded=0.1, low=0.05, high=0.3, measured=0.2, num_different=None, is_share=False
     )
@@ -391,13 +391,13 @@ def test_rows_agree_by_their_digits_or_their_interval() -> None:
     assert agrees(0.1004) and agrees(0.25) and not agrees(0.102) and not agrees(0.31)
 
 
-def test_the_cheapest_row_is_played_where_none_is_named(made: Path) -> None:
+def test_the_cheapest_row_is_replayed_by_default(made: Path) -> None:
     rows = cheapest_first(made / "pack", verify(made / "pack"))
     assert rows[:6] == [f"lock/{method}-{seed}" for method in ("grpo", "rapo") for seed in range(3)]
     assert rows[6:] == ["grpo-1", "rapo-0", "rapo-1", "grpo-0"]  # the last one needs the weights of another
 
 
-def test_verifying_without_playing_needs_no_torch(made: Path) -> None:
+def test_verifying_without_a_replay_imports_no_torch(made: Path) -> None:
     code = (
         "import sys; from outrider.cli import main; "
         f"assert main(['verify', {str(made / 'pack')!r}, '--no-replay']) == 0; "

@@ -44,7 +44,7 @@ def paths(root: Path) -> dict[str, Path]:
     return {key: root / "given" / name for key, name in KEYS.items()}
 
 
-def test_a_run_is_trained_again_with_what_it_starts_from(
+def test_a_run_is_retrained_with_its_start(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     given = [f"{key}={path}" for key, path in paths(root).items()]
@@ -90,7 +90,7 @@ def test_a_row_that_does_not_agree_fails(
         )
 
 
-def test_what_cannot_be_played_says_why(
+def test_a_row_that_cannot_be_replayed_has_a_reason(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, says in (
@@ -120,7 +120,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Verified]:
     return root / "pack", verify(root / "pack")
 
 
-def test_a_toy_is_played_again_in_a_clone_only(
+def test_a_toy_is_replayed_in_a_clone_only(
     toys: tuple[Path, Verified], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def in_process(command: list[str], **kwargs: object) -> subprocess.CompletedProcess[str]:

@@ -35,7 +35,7 @@ def test_gain_is_over_the_tasks_that_both_scored() -> None:
 @pytest.mark.parametrize(
     "other", [{"panel_hash": "q"}, {"temperature": 0.0}, {"split": "valid"}, {"task_scores": {"z": 1.0}}]
 )
-def test_what_was_measured_otherwise_is_not_compared(other: dict[str, Any]) -> None:
+def test_different_measurements_are_not_compared(other: dict[str, Any]) -> None:
     assert paired_gain(_line("a", 0, {"a": 0.0}), _line("b", 1, {"a": 1.0}) | other) is None
 
 
@@ -69,7 +69,7 @@ def test_interval_is_ordered_bounded_and_mirrored(differences: list[float]) -> N
 
 
 @pytest.mark.parametrize(("gained", "lost"), [(0.05, 0.05), (0.2, 0.05), (0.02, 0.02), (0.35, 0.1)])
-def test_interval_holds_the_truth_at_its_level(gained: float, lost: float) -> None:
+def test_coverage_of_the_paired_interval(gained: float, lost: float) -> None:
     draws = np.random.default_rng(0).choice(
         [1.0, -1.0, 0.0], p=[gained, lost, 1 - gained - lost], size=(2000, 100)
     )

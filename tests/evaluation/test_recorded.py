@@ -25,7 +25,7 @@ from outrider.viewer.records import TraceRow, TraceWriter
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
 
 
-def told(trajectories: list[Trajectory]) -> list[list[tuple[str, str]]]:
+def turns_of(trajectories: list[Trajectory]) -> list[list[tuple[str, str]]]:
     return [[(step.text, step.observation) for step in one.steps] for one in trajectories]
 
 
@@ -55,13 +55,13 @@ def played_with_retrieval(folder: Path) -> list[Trace]:
         return made.run(tasks(1), modes=("hybrid",) * 4, training_step=0).traces
 
 
-def test_what_a_retrieved_step_did_is_a_turn_of_the_episode(tmp_path: Path) -> None:
+def test_an_executed_retrieved_step_is_a_turn(tmp_path: Path) -> None:
     """It was left out, and its observation stood behind the turn before it."""
     traces = played_with_retrieval(tmp_path)
     found = build_trajectories(trace_rows(traces, step=0, tokenizer=TOKENIZER).nodes, name="run")
     leaves = [path for trace in traces for _, path in trace.rollouts()]
     assert len(found) == len(leaves) == 4
-    for steps, path in zip(told(found), leaves, strict=True):
+    for steps, path in zip(turns_of(found), leaves, strict=True):
         done = [node for node in path if node.origin in (Origin.POLICY, Origin.BUFFER)]
         assert [text for text, _ in steps] == [
             node.metadata["action"] if node.origin is Origin.BUFFER else TOKENIZER.decode(node.token_ids)
@@ -72,17 +72,17 @@ def test_what_a_retrieved_step_did_is_a_turn_of_the_episode(tmp_path: Path) -> N
             assert observation.strip() == f"saw {text}"
 
 
-def test_an_end_without_words_does_not_hide_what_was_seen(tmp_path: Path) -> None:
+def test_an_empty_node_does_not_hide_the_observation(tmp_path: Path) -> None:
     """Where a tip was shown, the template's end of the message is a node of its own."""
     rows = list(trace_rows(played_with_retrieval(tmp_path), step=0, tokenizer=TOKENIZER).nodes)
-    before = told(build_trajectories(rows, name="run"))
+    before = turns_of(build_trajectories(rows, name="run"))
     seen = next(row for row in rows if row.origin is Origin.ENVIRONMENT)
     end = replace(seen, node_id=max(row.node_id for row in rows) + 1, parent_id=seen.node_id, text="")
     ended = [*rows, end]
     for number, row in enumerate(ended[:-1]):
         if row.trace_id == seen.trace_id and row.parent_id == seen.node_id:
             ended[number] = replace(row, parent_id=end.node_id)
-    assert told(build_trajectories(ended, name="run")) == before
+    assert turns_of(build_trajectories(ended, name="run")) == before
 
 
 def run_of(folder: Path, *splits: str) -> Path:
@@ -100,21 +100,21 @@ def run_of(folder: Path, *splits: str) -> Path:
     return run
 
 
-def test_held_out_tasks_are_learned_from_only_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_held_out_tasks_are_excluded_by_default(tmp_path: Path) -> None:
     """A critic of the tasks that it is evaluated on was the shortest way, and nothing told it."""
     run = run_of(tmp_path, "train", "test", "valid")
     assert len(recorded_trajectories(run)) == 4
     assert len(recorded_trajectories(run, held_out=True)) == 12
 
 
-def test_a_run_of_held_out_tasks_alone_says_how_to_go_on(tmp_path: Path) -> None:
+def test_a_run_with_held_out_tasks_alone_is_an_error_with_advice(tmp_path: Path) -> None:
     run = run_of(tmp_path, "test")
     with pytest.raises(DataError, match=r"held-out tasks alone \(split test\).*--held-out"):
         recorded_trajectories(run)
     assert len(recorded_trajectories(run, held_out=True)) == 4
 
 
-def test_a_critic_that_diverges_is_told(tmp_path: Path) -> None:
+def test_a_diverging_critic_is_an_error(tmp_path: Path) -> None:
     """It was written down, and every choice of it was the first candidate."""
     settings = CriticSettings(embedder="hash", hidden=8, learning_rate=1e30, num_updates=200)
     found = build_trajectories(

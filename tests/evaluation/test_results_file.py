@@ -60,7 +60,7 @@ def test_missing_and_faulted_samples_are_pending_after_a_restart(tmp_path: Path)
     last.close()
 
 
-def test_an_answer_whose_judge_failed_is_judged_and_not_played_again(tmp_path: Path) -> None:
+def test_an_unjudged_answer_is_only_judged_again(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     waiting = replace(bad("t-0", 0), answered=Outcome.TRUNCATED_TOKENS, prediction="x", detail="judge: gone")
     store = opened(path)

@@ -35,7 +35,7 @@ def test_wilsons_bounds_solve_their_equation(num_good: int, num_bad: int) -> Non
 
 
 @pytest.mark.parametrize("num", [30, 200])
-def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says(num: int) -> None:
+def test_coverage_of_the_bootstrap(num: int) -> None:
     rng = np.random.default_rng(num)
     found = [interval(list(rng.binomial(4, 0.3, num) / 4), binary=False) for _ in range(200)]
     assert 0.89 <= np.mean([low <= 0.3 <= high for low, high in found]) <= 0.99

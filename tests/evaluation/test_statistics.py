@@ -140,7 +140,7 @@ def test_estimates_of_improvement() -> None:
 
 
 @given(st.integers(0, 1000), st.integers(2, 6), st.integers(2, 6), st.integers(1, 8))
-def test_differences_are_antisymmetric_whole_interval_included(
+def test_differences_and_their_intervals_are_antisymmetric(
     seed: int, num_a: int, num_b: int, num_tasks: int
 ) -> None:
     draw = np.random.default_rng(seed)

@@ -139,7 +139,7 @@ def test_wiki_answers_all_count(hub: types.SimpleNamespace) -> None:
     assert load_benchmark("2wiki").tasks[0].answers == ("New York", "NYC")
 
 
-def test_gaia_leaves_out_what_needs_a_file_and_keeps_the_keys(hub: types.SimpleNamespace) -> None:
+def test_gaia_skips_tasks_with_an_attachment(hub: types.SimpleNamespace) -> None:
     row = HUB_ROWS["gaia"]
     hub.rows = [{**row, "file_name": "a.xlsx"}, row, {**row, "file_name": None, "Level": 3}]
     panel = load_benchmark("gaia")
@@ -150,7 +150,7 @@ def test_gaia_leaves_out_what_needs_a_file_and_keeps_the_keys(hub: types.SimpleN
         load_benchmark("gaia")
 
 
-def test_gated_sets_say_how_to_get_access(hub: types.SimpleNamespace) -> None:
+def test_errors_of_gated_sets_explain_access(hub: types.SimpleNamespace) -> None:
     hub.error = PermissionError("401 gated\nlong story")
     with pytest.raises(
         DataError,
@@ -189,7 +189,7 @@ def test_an_empty_hub_set_is_an_error(hub: types.SimpleNamespace) -> None:
         {"problem": "//79", "answer": "eA==", "canary": "other"},
     ],
 )
-def test_what_cannot_be_decrypted_names_the_row(tmp_path: Path, row: dict[str, str]) -> None:
+def test_a_row_that_cannot_be_decrypted_is_named(tmp_path: Path, row: dict[str, str]) -> None:
     with pytest.raises(DataError, match=r"b\.jsonl:1: cannot decrypt with the row's canary"):
         load_benchmark(f"browsecomp={write(tmp_path, [row], 'b.jsonl')}")
 
@@ -285,7 +285,7 @@ def test_unknown_names_and_limits() -> None:
         load_benchmark("gsm8k=gone.jsonl")
 
 
-def test_the_hash_is_of_what_is_played(tmp_path: Path) -> None:
+def test_the_hash_covers_the_selected_tasks(tmp_path: Path) -> None:
     rows = [{"question": f"q{index}", "answer": "a"} for index in range(3)]
     path = write(tmp_path, rows)
     full, part = load_benchmark(f"simpleqa={path}"), load_benchmark(f"simpleqa={path}", limit=2)

@@ -55,7 +55,7 @@ def test_alone_they_hardly_ever_do(results: dict[str, list[Result]], key: str) -
     assert sum(value >= 0.05 for value in returns) <= 0.2 * len(returns), returns
 
 
-def test_an_untrained_policy_s_chance_is_that_of_its_rooms(tmp_path: Path) -> None:
+def test_the_chance_of_an_untrained_policy_is_the_product_over_its_rooms(tmp_path: Path) -> None:
     run = ExpeditionRun(expedition(0), GrpoSettings(), folder=tmp_path)
     known = np.exp(KNOWN_LOGIT) / (np.exp(KNOWN_LOGIT) + 19)
     hidden = 1 / (np.exp(4.85) + 3)  # one of three places, or to give up

@@ -28,7 +28,7 @@ FEWER = tuple(key for key in METHODS if key != ALL)
 TEN = {key: (range(10), ARENA.max_policy_tokens) for key in METHODS}
 
 
-def test_an_untrained_policy_s_chance_is_that_of_its_rooms(tmp_path: Path) -> None:
+def test_the_chance_of_an_untrained_policy_is_the_product_over_its_rooms(tmp_path: Path) -> None:
     toy = QuestToy(seed=0)
     run = QuestRun(toy, GrpoSettings(), folder=tmp_path)
     assert run.expected_return() == pytest.approx(toy.lock * toy.hidden * toy.vault, rel=1e-4)

@@ -72,7 +72,7 @@ def test_it_is_a_network_trained_by_adam_as_torch_does_it() -> None:
     assert all(torch.equal(value, target[name]) for name, value in weights(store, "target").items())
 
 
-def test_the_error_falls_where_it_was_and_stays_where_it_was_not() -> None:
+def test_the_error_falls_for_visited_states_only() -> None:
     """Rooms of one house, in words that are mostly the same."""
     rooms = [f"You are in the {room}. There is a door and a {thing}." for room, thing in zip(
         ("hall", "attic", "cellar", "garage", "kitchen", "garden"),
@@ -96,7 +96,7 @@ def test_states_that_are_seen_together_are_worth_the_same_in_any_order() -> None
     assert back.visit("t", [*keys[::-1], *keys[::-1]])[1][:4][::-1] == errors[:4]
 
 
-def test_looking_learns_nothing_and_no_states_are_no_visit() -> None:
+def test_computing_errors_learns_nothing_and_no_states_are_no_visit() -> None:
     store = RandomDistillation(DIM, seed=1)
     assert store.errors(list(units(2, 1))) == store.errors(list(units(2, 1)))
     before = store.snapshot()
@@ -106,7 +106,7 @@ def test_looking_learns_nothing_and_no_states_are_no_visit() -> None:
         store.errors([np.full(DIM, np.nan, np.float32)])
 
 
-def test_a_restored_one_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_restored_predictor_continues_bit_for_bit(tmp_path: Path) -> None:
     """Through the files of a checkpoint, into one of another seed: what is saved decides, the target too."""
     whole, first = RandomDistillation(DIM, seed=5), RandomDistillation(DIM, seed=5)
     parts = [list(units(num, num)) for num in (5, 8, 3, 8)]

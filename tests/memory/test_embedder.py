@@ -78,7 +78,7 @@ def test_hash_vectors_are_pinned() -> None:
     assert {int(i): round(float(vector[i]), 4) for i in np.flatnonzero(vector)} == {35: 0.4472, 59: 0.8944}
 
 
-def test_minilm_knows_meaning(minilm: MiniLmEmbedder) -> None:
+def test_minilm_vectors_have_meaning(minilm: MiniLmEmbedder) -> None:
     paris, also_paris, cake = minilm.embed(
         [
             "The capital of France is Paris.",

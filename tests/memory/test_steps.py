@@ -33,7 +33,7 @@ def everything(buffer: StepTraceBuffer) -> list[StepRecord]:
     return sorted((hit.record for hit in hits), key=lambda record: record.step_id)
 
 
-def test_step_comes_back_with_key_and_value(tmp_path: Path) -> None:
+def test_a_stored_step_has_its_key_and_value(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         trajectory = make_trajectory("a", task="t1", reward=0.5, num_steps=3)
         report = buffer.add_trajectories([trajectory], count_tokens=lambda text: len(text.split()))
@@ -64,7 +64,7 @@ def test_history_text_is_the_same_for_building_and_querying() -> None:
     assert prompt_question([Message(role="system", content="only")]) == "only"
 
 
-def test_given_questions_replace_the_prompt(tmp_path: Path) -> None:
+def test_questions_replace_the_prompt(tmp_path: Path) -> None:
     with open_writer(tmp_path) as buffer:
         buffer.add_trajectories([make_trajectory("a", task="t")], questions={"t": "the bare question"})
         assert everything(buffer)[0].history_text == "the bare question"
@@ -288,7 +288,7 @@ def test_memory_equals_file_after_every_call(tmp_path: Path) -> None:
                 assert (reader.revision, reader.stats()) == (writer.revision, writer.stats())
 
 
-def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_then(tmp_path: Path) -> None:
+def test_a_reader_of_an_earlier_revision_sees_its_whole_trajectories(tmp_path: Path) -> None:
     """Retrieval of trajectories reads the steps after a hit, which must not vanish if a better trajectory
     replaces them.
     """
@@ -304,7 +304,7 @@ def test_a_reader_of_an_earlier_revision_sees_whole_trajectories_as_they_were_th
         reader.close()
 
 
-def test_a_reader_goes_back_to_the_revision_of_a_checkpoint_and_stays_there(tmp_path: Path) -> None:
+def test_a_reader_can_be_pinned_to_the_revision_of_a_checkpoint(tmp_path: Path) -> None:
     with open_writer(tmp_path) as writer:
         writer.add_trajectories([make_trajectory("a")])
         at_first = everything(writer)

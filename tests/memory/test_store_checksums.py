@@ -22,10 +22,9 @@ def build(path: Path) -> Path:
     return path
 
 
-def change(path: Path, statement: str) -> None:
-    with sqlite3.connect(path) as db:
-        assert db.execute(statement).rowcount > 0
-    db.close()
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return build(tmp_path_factory.mktemp("buffer") / "buffer.sqlite").read_bytes()
 
 
 CHANGES = [
@@ -45,15 +44,18 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["read", "write"])
 @pytest.mark.parametrize(
     "statement", CHANGES, ids=[one.replace("UPDATE ", "").partition(" WHERE")[0] for one in CHANGES]
 )
-def test_a_changed_column_is_found(statement: str, mode: str, tmp_path: Path) -> None:
-    path = build(tmp_path / "buffer.sqlite")
-    change(path, statement)
-    with pytest.raises(BufferCorrupt, match="checksum"):
-        StepTraceBuffer(path, HashEmbedder(), mode=mode)  # type: ignore[arg-type]
+def test_a_changed_column_is_found(statement: str, built: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    path.write_bytes(built)
+    with sqlite3.connect(path) as db:
+        assert db.execute(statement).rowcount > 0
+    db.close()
+    for mode in ("read", "write"):
+        with pytest.raises(BufferCorrupt, match="checksum"):
+            StepTraceBuffer(path, HashEmbedder(), mode=mode)  # type: ignore[arg-type]
 
 
 def test_removing_and_restoring_keep_the_checksums(tmp_path: Path) -> None:

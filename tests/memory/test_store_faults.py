@@ -182,7 +182,7 @@ def test_rows_that_vanish_are_noticed(tmp_path: Path) -> None:
         open_reader(path)
 
 
-def test_what_is_no_buffer_is_a_data_error(tmp_path: Path) -> None:
+def test_other_files_are_data_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no step-trace buffer there"):
         open_reader(tmp_path / "missing.sqlite")
     assert not (tmp_path / "missing.sqlite").exists()

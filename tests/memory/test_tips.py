@@ -35,7 +35,7 @@ def test_similarity_filters_and_score_ranks() -> None:
     assert [hit.tip.text for hit in by_similarity][:2] == ["a", "e_tie_with_c"]  # both 1: the older first
 
 
-def test_the_oldest_goes_and_an_evicted_text_may_come_back() -> None:
+def test_the_oldest_is_evicted_and_an_evicted_text_can_be_added_again() -> None:
     inputs, expected = VECTORS["memory_evict"]["inputs"], VECTORS["memory_evict"]["expected"]
     memory = TipMemory(capacity=inputs["capacity"])
     for text in inputs["adds"]:
@@ -115,7 +115,7 @@ def test_a_newcomer_below_the_lowest_is_not_kept() -> None:
     assert [(tip.text, tip.score, tip.tip_id) for tip in memory.tips("t")] == [("b", 6.0, 1), ("d", 5.0, 3)]
 
 
-def test_the_worst_goes_where_the_score_decides() -> None:
+def test_the_lowest_score_is_evicted() -> None:
     memory = TipMemory(capacity=2, eviction="lowest_score")
     for text, score in (("a", 1.0), ("b", -1.0), ("c", 0.0), ("d", 0.0)):
         memory.add("t", KEY, text, score)
@@ -153,9 +153,7 @@ adds = st.lists(
     eviction=st.sampled_from(["fifo", "lowest_score", "reservoir"]),
     cut=st.integers(0, 40),
 )
-def test_what_is_saved_comes_back_and_goes_on_the_same(
-    adds: list[Any], capacity: int, eviction: Any, cut: int
-) -> None:
+def test_restored_memories_continue_the_same(adds: list[Any], capacity: int, eviction: Any, cut: int) -> None:
     def fill(memory: TipMemory, novelty: NoveltyStore, part: list[Any]) -> None:
         for task, angle, text, score in part:
             key = np.array([np.cos(angle), np.sin(angle)], np.float32)
@@ -196,7 +194,7 @@ def test_visits_at_the_same_time_do_not_depend_on_their_order(order: list[int]) 
     assert store.visit("t", [keys[0], keys[0], keys[1]]) == ([1 / 4, 1 / 4, 1 / 3], [4, 4, 3])
 
 
-def test_equal_states_of_one_call_have_equal_counts_also_where_a_new_one_comes_between() -> None:
+def test_equal_states_of_one_call_have_equal_counts_with_a_new_state_between_them() -> None:
     def at(degrees: float) -> np.ndarray:
         return np.array([np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))], np.float32)
 

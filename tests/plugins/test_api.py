@@ -79,7 +79,7 @@ def test_an_object_in_place_of_a_name_and_the_run_as_tables(tmp_path: Path) -> N
     assert isinstance(trained.to_pandas(), pandas.DataFrame)
 
 
-def test_a_class_stands_for_its_default_settings(tmp_path: Path) -> None:
+def test_a_class_has_its_default_settings(tmp_path: Path) -> None:
     run = outrider.evaluate(tree(tmp_path), run=tmp_path / "eval", environment=Own)
     assert run.config["environment"] == {"type": f"{__name__}:Own", "size": 4}
     assert run.evaluations().column("score.value").to_pylist() == [1.0]
@@ -100,7 +100,7 @@ def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({}, "pass a recipe"),
         ({"recipe": {"environment": {"type": "house"}}, "run": "new"}, "algorithm: Field required"),
@@ -110,8 +110,8 @@ def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, t
         ({"resume": "gone", "run": "new"}, "keeps its model and its directory"),
     ],
 )
-def test_what_cannot_be_is_a_typed_error_of_one_line(arguments: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told) as caught:
+def test_impossible_arguments_are_one_line(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         outrider.train(**arguments)
     assert "\n" not in str(caught.value)
 

@@ -43,19 +43,19 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
 
 
 @pytest.mark.parametrize(
-    ("methods", "told"),
+    ("methods", "message"),
     [
         ({"step": _raises}, "step raises for '': IndexError"),
         ({"step": _draws}, "for the same seed"),
         ({"result": _no_record}, "no finite number"),
         ({"copy": lambda self: self}, "changes the result of the original"),
-        ({"reset": lambda self, task, seed: ()}, "reset gives no message"),
+        ({"reset": lambda self, task, seed: ()}, "reset returned no message"),
         ({"step": lambda self, action: StepResult(message=None)}, "does not end the episode"),
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],
 )
-def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
+def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
         check_environment(type("Broken", (HouseEnvironment,), methods))
 
 
@@ -72,7 +72,7 @@ class Upper:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"name": "Up per"}, "is not a tag"),
         ({"run_text": lambda self, text: text}, "not a ToolOutput"),
@@ -84,9 +84,9 @@ class Upper:
         ({"usage": "Just call it."}, "usage does not contain <upper>"),
     ],
 )
-def test_faults_of_a_tool(changed: dict[str, Any], told: str) -> None:
+def test_faults_of_a_tool(changed: dict[str, Any], message: str) -> None:
     check_tool(Upper())
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_tool(type("Broken", (Upper,), changed)())
 
 
@@ -126,7 +126,7 @@ class StatelessHook(Grpo):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [
         (type("Broken", (Grpo,), {"assign_step_advantages": _infinite}), "an advantage is not finite"),
         (type("Broken", (Grpo,), {"assign_step_advantages": _undeclared}), "mine/secret.* is not declared"),
@@ -135,9 +135,9 @@ class StatelessHook(Grpo):
         (StatelessHook, "advantages differ after state and restore"),
     ],
 )
-def test_faults_of_an_algorithm(kind: type[Grpo], told: str) -> None:
+def test_faults_of_an_algorithm(kind: type[Grpo], message: str) -> None:
     check_algorithm(Grpo(GrpoSettings()))
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_algorithm(lambda: kind(GrpoSettings()))
 
 
@@ -167,7 +167,7 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"generate": _shuffled}, "not in the order of the requests"),
         ({"generate": _too_long}, "but 1 to 6 were requested"),
@@ -175,9 +175,9 @@ def _too_long(self: Script, requests: Sequence[Request]) -> list[Generation]:
         ({"generate": lambda self, requests: []}, "not in the order"),
     ],
 )
-def test_faults_of_an_engine(changed: dict[str, Any], told: str) -> None:
+def test_faults_of_an_engine(changed: dict[str, Any], message: str) -> None:
     check_engine(Script())
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=message):
         check_engine(type("Broken", (Script,), changed)())
 
 

@@ -79,7 +79,7 @@ class Bench:
         return ForkedOutrider(*command, prepare=functools.partial(_beside, self.target, self.root))
 
     def run_forked(self, *command: str | Path) -> tuple[str, int | None]:
-        """What it told, and its status."""
+        """What it output, and its status."""
         process = self.forked(*command)
         return "".join(process.communicate()), process.returncode
 
@@ -93,8 +93,8 @@ class Bench:
 
     def run(self, *commands: list[str]) -> str:
         process = self.start(*commands)
-        told, _ = process.communicate(timeout=600)
-        return told
+        output, _ = process.communicate(timeout=600)
+        return output
 
 
 def _beside(target: Path, root: Path, _: Path) -> None:
@@ -113,7 +113,7 @@ def whole(bench: Bench) -> Path:
     """A run that nothing disturbs, and an evaluation of its weights."""
     run = bench.root / "whole"
     last = run / "checkpoints" / "step-000003"
-    told = bench.run(
+    output = bench.run(
         ["train", bench.recipe, "--run", run, "--progress", "plain"],
         ["eval", bench.recipe, "--run", bench.root / "evaluated", "--checkpoint", last, "--progress", "none"],
         ["compare", run, bench.root / "evaluated"],
@@ -121,8 +121,8 @@ def whole(bench: Bench) -> Path:
         ["eval", "--tasks", "numbers", "--model", bench.root / "model", "--run", bench.root / "panel",
          "--limit", "2", "environment.max_moves=1", "rollout.max_turn_tokens=4", "--progress", "none"],
     )  # fmt: skip
-    assert told.count("== 0") == 5, told
-    assert "foreign-pack 0.3.0" in told and "Digits that should be near another one." in told
+    assert output.count("== 0") == 5, output
+    assert "foreign-pack 0.3.0" in output and "Digits that should be near another one." in output
     return run
 
 
@@ -153,8 +153,8 @@ def test_it_is_killed_and_resumes_to_the_same_bits(bench: Bench, whole: Path) ->
         time.sleep(0.01)  # for what another process writes
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    told, _ = bench.run_forked("train", "--resume", run, "--progress", "plain")
-    assert "continuing from step" in told or "this run is finished" in told, told
+    output, _ = bench.run_forked("train", "--resume", run, "--progress", "plain")
+    assert "continuing from step" in output or "this run is finished" in output, output
     assert differences(whole, run, num_steps=3) == []
 
 
@@ -177,7 +177,7 @@ def test_other_code_is_refused_unless_it_is_wanted(bench: Bench, whole: Path) ->
     assert then == 0 and "OTHER CODE of the plug-in algorithm" in accepted, accepted
 
 
-def test_what_is_gone_is_one_line(bench: Bench, whole: Path) -> None:
+def test_a_missing_package_is_one_line(bench: Bench, whole: Path) -> None:
     """The package is not installed any more."""
     done = subprocess.run(
         [sys.executable, "-m", "outrider", "train", "--resume", str(whole)],

@@ -66,7 +66,7 @@ def refusal(folder: Path, environment: str, *lines: str) -> str:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in BUILT_IN[kind]])
-def test_what_is_built_in_is_found_by_the_same_function(kind: Any, name: str) -> None:
+def test_built_in_plugins_resolve_like_import_paths(kind: Any, name: str) -> None:
     assert resolve(kind, name) is resolve(kind, BUILT_IN[kind][name])  # as anybody's import path is
     assert find_origin(resolve(kind, name)).is_built_in
 
@@ -86,7 +86,7 @@ def test_a_class_of_a_module_beside_the_recipe(module: str, tmp_path: Path) -> N
     ) == 64
 
 
-def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
+def test_keys_of_a_plugin_are_checked(module: str, tmp_path: Path) -> None:
     assert (
         refusal(tmp_path, f"{module}:Mine", "siz = 7")
         == "environment.siz: unknown key, did you mean environment.size?"
@@ -97,7 +97,7 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("{module}:Mien", "({file}) has no 'Mien', did you mean Mine?"),
         (
@@ -117,12 +117,10 @@ def test_its_keys_are_checked_as_ours_are(module: str, tmp_path: Path) -> None:
         ("outrider.algorithms.grpo:Grpo", "Settings are no subclass of"),
     ],
 )
-def test_a_name_that_stands_for_nothing_is_one_line(
-    name: str, told: str, module: str, tmp_path: Path
-) -> None:
+def test_an_unknown_name_is_one_line(name: str, message: str, module: str, tmp_path: Path) -> None:
     file = tmp_path / f"{module}.py"
     line = refusal(tmp_path, name.format(module=module))
-    assert told.format(file=file) in line and line.startswith("environment.type: ")
+    assert message.format(file=file) in line and line.startswith("environment.type: ")
 
 
 def test_the_message_about_a_missing_module_names_each_folder_once(
@@ -133,7 +131,7 @@ def test_the_message_about_a_missing_module_names_each_folder_once(
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("import nothing_like_this\n", "ModuleNotFoundError: No module named 'nothing_like_this'"),
         ("1 / 0\n", "ZeroDivisionError: division by zero"),
@@ -142,8 +140,8 @@ def test_the_message_about_a_missing_module_names_each_folder_once(
         ("raise ValueError('a\\nb' * 9999)\n", "ValueError: a ba"),
     ],
 )
-def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_written(
-    code: str, told: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_failing_import_is_one_line_with_its_location(
+    code: str, message: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / f"{module}.py"
     file.write_text(f"x = 1\n{code}")
@@ -152,11 +150,11 @@ def test_a_module_that_cannot_be_imported_says_where_and_why_before_anything_is_
     [line] = capsys.readouterr().err.splitlines()
     assert (
         line.startswith("outrider: environment.type: ")
-        and told in line
+        and message in line
         and module in line
         and len(line) < 700
     )
-    assert str(file) in line or "SyntaxError" in told
+    assert str(file) in line or "SyntaxError" in message
     assert not run.exists()
 
 
@@ -185,7 +183,7 @@ def test_a_dry_run_shows_its_settings(
 
 
 @pytest.mark.parametrize("name", ["Other", "Mine"])
-def test_two_recipes_with_modules_of_one_name_are_told_apart(module: str, tmp_path: Path, name: str) -> None:
+def test_modules_of_one_name_in_two_folders_are_an_error(module: str, tmp_path: Path, name: str) -> None:
     load_settings(RunSettings, file=recipe(tmp_path, f"{module}:Mine"))
     other = tmp_path / "other"
     other.mkdir()
@@ -221,7 +219,7 @@ def test_a_registered_name_and_one_that_two_packages_claim(
     assert "'twice' is registered by" in refusal(tmp_path, "twice")
 
 
-def test_no_package_changes_what_a_built_in_name_means(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_built_in_names_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     _register(monkeypatch, EntryPoint("house", "json:JSONDecoder", "outrider.environments"))
     assert resolve("environments", "house").__name__ == "HouseEnvironment"
 
@@ -242,7 +240,7 @@ def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, mod
     assert tools(f'["python", "{module}:Loud"]').tool_names() == ("python", "loud")
     chosen = tools(f'[{{ type = "{module}:Loud", mark = "?" }}]')
     assert chosen.tool_names() == ("loud",) and chosen.tools[0].mark == "?"
-    for text, told in (
+    for text, message in (
         (f'[{{ type = "{module}:Loud", mrk = "?" }}]',
          "environment.tools.0.mrk: unknown key, did you mean environment.tools.0.mark?"),
         (f'["{module}:Needy"]', "environment.tools.0.must: Field required"),
@@ -252,7 +250,7 @@ def test_a_tool_by_its_import_path_with_and_without_settings(tmp_path: Path, mod
     ):  # fmt: skip
         with pytest.raises(ConfigError) as caught:
             tools(text)
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_settings_of_another_process_are_the_same(module: str, tmp_path: Path) -> None:

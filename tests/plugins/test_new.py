@@ -59,24 +59,24 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
         env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    told = (part.partition("\n") for part in done.stdout.split("== ")[1:])
-    return root, {kind: rest for kind, _, rest in told}
+    output = (part.partition("\n") for part in done.stdout.split("== ")[1:])
+    return root, {kind: rest for kind, _, rest in output}
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, name, _ in NEW])
 def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, dict[str, str]]) -> None:
-    root, told = played
+    root, output = played
     assert (root / f"run-{kind}" / "checkpoints" / "step-000001").is_dir()
     if kind == "gym":
-        assert 'id = "word_lift:make"' in told[kind]
+        assert 'id = "word_lift:make"' in output[kind]
     elif kind == "agent":
-        assert 'function = "word_agent:run"' in told[kind]
+        assert 'function = "word_agent:run"' in output[kind]
     else:
-        assert f'type = "{name}"' in told[kind] and f"{name} 0.1.0" in told[kind]
+        assert f'type = "{name}"' in output[kind] and f"{name} 0.1.0" in output[kind]
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "output"),
     [
         ("House", "cannot be the name"),
         ("house", "is a built-in name"),
@@ -88,14 +88,18 @@ def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, d
     ],
 )
 def test_a_name_or_a_folder_that_cannot_be_is_one_line(
-    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     assert main(["new", "environment", name]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert told in line
+    assert output in line
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
 
 

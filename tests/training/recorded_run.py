@@ -1,4 +1,4 @@
-"""A small real run with everything that records can hold: tips, retrieved steps, forks, and faults."""
+"""A small real run with everything that records can contain: tips, retrieved steps, forks, and faults."""
 
 import itertools
 from pathlib import Path

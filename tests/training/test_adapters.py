@@ -1,5 +1,5 @@
-"""Adapters merged into the weights: what the folder of a run holds is the model that trains, under the names
-of a model without adapters.
+"""Adapters merged into the weights: the exported folder is the model that trains, with the names of a
+model without adapters.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Adapters of every family of docs/models.md: what is exported computes what the policy computes, whichever
-layers have adapters, and has the names that its own folder has.
+"""Adapters of every architecture of docs/models.md: the exported model computes what the policy computes,
+for any layers with adapters, and has the names of the original folder.
 """
 
 from collections.abc import Callable

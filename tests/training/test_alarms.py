@@ -1,6 +1,4 @@
-"""What a run says aloud: rollouts that were lost and why, steps that were skipped, and an evaluation without
-any result.
-"""
+"""Alarms of a run: lost rollouts with reasons, skipped steps, and an evaluation without any result."""
 
 import itertools
 import json

@@ -1,6 +1,4 @@
-"""``outrider buffer``: experts with the environment's own returns, endpoints, imports, statistics and
-queries.
-"""
+"""``outrider buffer``: experts with the environment's returns, endpoints, imports, statistics and queries."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run whose processes broke begins anew: how often, and when not."""
+"""Restarts of a run after a fault of its processes, and their limit."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""An evolving buffer: who stays where returns tie."""
+"""An evolving buffer: which trajectories it retains if returns are equal."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

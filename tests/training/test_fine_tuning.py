@@ -1,5 +1,5 @@
-"""Supervised fine-tuning: the mean negative log-likelihood over the tokens of a batch, for any micro-batches,
-and nothing else's.
+"""Supervised fine-tuning: the mean negative log-likelihood over the tokens of a batch, for any
+micro-batches.
 """
 
 import itertools

@@ -1,5 +1,5 @@
-"""A first week with one's own questions and tools: data that --dry-run opens, prompts as the policy sees
-them, evaluations on training tasks, resumes from another folder, evaluations of a run, and notebooks.
+"""Commands with a user's questions and tools: data that --dry-run reads, prompts as the policy sees them,
+evaluations on training tasks, resuming from another folder, evaluations of a run, and notebooks.
 """
 
 import inspect
@@ -124,11 +124,11 @@ BROKEN = {
     "latin1": (b'{"question": "caf\xe9", "answer": "a"}\n', "not UTF-8 text (byte 0xe9 at position 17)"),
     "array": (b'[{"question": "q?"}]\n', "train.jsonl:1: malformed JSON: expected an object, got list"),
     "not json": (lines("q?").encode() + b"{'question': 'x'}\n", "train.jsonl:2: malformed JSON"),
-    "nan": (b'{"question": "q?", "answer": NaN}\n', "train.jsonl:1: column 'answer' holds a blank answer"),
-    "null": (b'{"question": "q?", "answer": null}\n', "train.jsonl:1: column 'answer' must hold text"),
-    "bool": (b'{"question": "q?", "answer": true}\n', "train.jsonl:1: column 'answer' must hold text"),
-    "dict": (b'{"question": "q?", "answer": {"x": 1}}\n', "train.jsonl:1: column 'answer' must hold text"),
-    "list of none": (b'{"question": "q?", "answer": []}\n', "train.jsonl:1: column 'answer' holds no answer"),
+    "nan": (b'{"question": "q?", "answer": NaN}\n', "train.jsonl:1: column 'answer' contains a blank answer"),
+    "null": (b'{"question": "q?", "answer": null}\n', "train.jsonl:1: column 'answer' must contain text"),
+    "bool": (b'{"question": "q?", "answer": true}\n', "train.jsonl:1: column 'answer' must contain text"),
+    "dict": (b'{"question": "q?", "answer": {"x": 1}}\n', "train.jsonl:1: column 'answer' must contain text"),
+    "list of none": (b'{"question": "q?", "answer": []}\n', "column 'answer' contains no answer"),
     "messages": (b'{"question": [{"role": "user"}], "answer": "a"}\n', "column 'question' must hold a"),
     "number": (b'{"question": 3, "answer": "a"}\n', "train.jsonl:1: column 'question' must hold a string"),
     "key twice": (b'{"question": "q?", "answer": "a", "answer": "b"}\n', "the key 'answer' occurs more than"),

@@ -1,4 +1,4 @@
-"""A finished run is given more steps, and is then the run that had them from the start."""
+"""A finished run with more steps has the bits of a run that had them from the start."""
 
 import json
 import re

@@ -1,5 +1,5 @@
-"""Groups of several steps under way at once, under random delays: what is trained on is never too old, comes
-in the order of its tasks, and is there once, also where the run is killed and goes on from a checkpoint.
+"""Groups of several steps in progress at once, with random delays: tokens are never too old, and every
+group is trained on once, in the order of its tasks, also if the run is killed and resumed.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Stops: the first signal asks for a checkpoint, a second one ends at once, and nothing stays installed in
-the process."""
+"""Stops: the first signal requests a checkpoint, a second one ends the process, and all handlers are
+restored.
+"""
 
 import _thread
 import os

@@ -1,4 +1,4 @@
-"""Every file that settings name is digested, wherever in them it stands."""
+"""Every file that settings name is digested, in any section."""
 
 from pathlib import Path
 from typing import ClassVar

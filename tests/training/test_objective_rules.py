@@ -1,5 +1,5 @@
-"""What must hold for the gradient and the metrics of every objective, in the real update with a tiny model in
-float64.
+"""Properties of the gradient and the metrics of every objective, in the real update with a tiny float64
+model.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""Rollouts beside an update without Ray: the order of what is taken in, what a checkpoint keeps of them, how
-old tokens may be, and what older ones say of an engine.
+"""Rollouts during an update, without Ray: the order in which results are absorbed, their checkpoint, the
+age of tokens, and the check of the engine with older tokens.
 """
 
 import math

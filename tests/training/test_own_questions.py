@@ -1,5 +1,5 @@
-"""Questions of one's own have no expert. What needs one is refused at set-up, and a file of trajectories
-takes its place.
+"""Questions of a user have no expert: settings that need one are refused at set-up, and a file of
+trajectories replaces it.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""What a run says of an environment of one's own: results of other types, repeated keys, metrics, graded
-rewards, trackers, prompts without room, and steps that teach nothing.
+"""Runs with an environment of a user: results of other types, repeated keys, metrics, graded rewards,
+trackers, prompts that do not fit, and steps without a learning signal.
 """
 
 import json

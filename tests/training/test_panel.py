@@ -1,4 +1,4 @@
-"""A recipe names its held-out panel, and a run on other tasks does not begin."""
+"""If a recipe names the hash of its evaluation tasks, a run on other tasks does not begin."""
 
 import json
 from pathlib import Path

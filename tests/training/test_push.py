@@ -1,5 +1,5 @@
-"""``outrider push`` against a hub on this machine: what comes back is what the run exports, a broken upload
-goes on, and the card says what is so and nothing of this machine.
+"""``outrider push`` against a hub on this machine: downloads equal the export, a broken upload continues,
+and the card describes the run without anything of this machine.
 """
 
 import getpass

@@ -1,5 +1,5 @@
-"""``outrider push --dataset`` against a hub on this machine: what comes back is what was there, nothing that
-is not ours or is a secret is sent, and a broken upload goes on.
+"""``outrider push --dataset`` against a hub on this machine: downloads equal the data, foreign files and
+secrets are not sent, and a broken upload continues.
 """
 
 import json
@@ -36,7 +36,7 @@ RECORD = {"question": "q", "messages": CHAT, "reward": 1.0}
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server({}, token=TOKEN) as server:
         api = HfApi(endpoint=server.url, token=TOKEN)
-        monkeypatch.setattr("outrider.evaluation.hub.hub", lambda: api)
+        monkeypatch.setattr("outrider.evaluation.hub.HfApi", lambda **given: api)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr("outrider.evaluation.hub.get_token", lambda: TOKEN)
         yield server

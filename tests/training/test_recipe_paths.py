@@ -1,5 +1,5 @@
-"""Paths in a recipe: relative to the recipe, else to the current folder; absolute in the run; and one line
-that names setting, path and folders when nothing is there.
+"""Paths in a recipe: relative to the recipe, else to the current folder; absolute in the run; and a
+one-line error with setting, path and folders if there is no such file.
 """
 
 import json

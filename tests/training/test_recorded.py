@@ -1,4 +1,4 @@
-"""What earlier versions wrote down is read with today's keys."""
+"""Records of earlier versions are read with today's keys."""
 
 import json
 from pathlib import Path

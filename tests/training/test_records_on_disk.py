@@ -1,5 +1,5 @@
-"""What a run leaves on disk for whoever looks at it: faults with reasons, values a token, splices with their
-source, tips with their writer, versions of memories; read by Arrow, pandas, DuckDB and ``load_run``."""
+"""The records of a run: faults with reasons, values per token, splices with their source, tips with their
+writer, versions of memories; read by Arrow, pandas, DuckDB and ``load_run``."""
 
 import json
 import math

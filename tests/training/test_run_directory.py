@@ -1,4 +1,4 @@
-"""What a new run writes down."""
+"""The folder of a new run: its settings, its lock, and leftovers of killed processes."""
 
 import tomllib
 from pathlib import Path

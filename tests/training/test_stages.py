@@ -1,4 +1,4 @@
-"""Stages of training: whose tasks a step plays, in which order, and a run that goes on across a border."""
+"""Stages of training: the tasks of a step, their order, and a run that resumes at a border of stages."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What the records say of a token, against a plain forward pass over the context that it was sampled in."""
+"""Recorded values of tokens against a plain forward pass over the context in which they were sampled."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -329,8 +329,11 @@ def test_the_curve_begins_before_training_and_no_cold_start_is_a_step(page: Page
     assert "first 11.0 %, last 49.0 %" in label
     whole = (run_dir / "report.html").read_text()
     chart = whole[whole.index('aria-label="Evaluation on test') :].split("</svg>")[0]
-    for told in ("before cold start: 11.0 % [7.0, 15.0]", "after cold start, step 0: 32.0 % [28.0, 36.0]"):
-        assert f"panel 9f2c9f2c9f2c, {told}</title>" in chart
+    for label in (
+        "before cold start: 11.0 % [7.0, 15.0]",
+        "after cold start, step 0: 32.0 % [28.0, 36.0]",
+    ):
+        assert f"panel 9f2c9f2c9f2c, {label}</title>" in chart
     ticks = re.findall(r'<text x="([\d.]+)" y="202" text-anchor="middle">([^<]+)</text>', chart)
     assert [name for _, name in sorted(ticks, key=lambda tick: float(tick[0]))] == [
         "before cold start",

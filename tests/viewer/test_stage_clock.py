@@ -63,12 +63,12 @@ def test_rollouts_that_end_in_bursts_have_the_pace_of_the_bursts_and_their_waits
 def test_rollouts_that_all_run_at_once_have_an_estimate_from_the_half_on() -> None:
     clock = Clock()
     stage = StageClock(name="evaluate", total=10, num_parallel=64, clock=clock)
-    told = []
+    has_estimate = []
     for done in range(1, 10):
         clock.now += 1.0
         stage.advance(done, {})
-        told.append(stage.left is not None)
-    assert told == [False] * 4 + [True] * 5
+        has_estimate.append(stage.left is not None)
+    assert has_estimate == [False] * 4 + [True] * 5
 
 
 @pytest.mark.parametrize("before", [1, 90])

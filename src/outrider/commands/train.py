@@ -39,22 +39,20 @@ def print_settings(
     ``smoke`` are the overrides of ``--smoke``, for whose stand-ins nothing is looked up. Raises ConfigError
     if something that the settings name is missing or cannot be used.
     """
+    from outrider.training.settings import RunSettings
+
     validate_references(settings)
-    check_lines = [] if smoke else _check_lines(settings)
+    check_lines = []
+    if isinstance(settings, RunSettings) and not smoke:  # a training, or an evaluation on a recipe's tasks
+        from outrider.commands.dry_run import check_run
+
+        check_lines = check_run(settings)
     origins = key_sources(recipe, overrides) | dict.fromkeys(key_sources(None, smoke), "smoke")
     text = as_toml(leaves(settings, sources=origins, others=others))
     print_lines(*text.split("\n"))
     if check_lines:
         print_lines("", *(f"# {line}".rstrip() for line in check_lines))
     return 0
-
-
-def _check_lines(settings: Settings) -> list[str]:
-    """Of a training, or an evaluation on a recipe's tasks: what is there."""
-    from outrider.commands.dry_run import check_run
-    from outrider.training.settings import RunSettings
-
-    return check_run(settings) if isinstance(settings, RunSettings) else []
 
 
 # The option ``--smoke`` of the commands that have one.

@@ -240,7 +240,7 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     messages = tuple(value)
     for message in messages:
         if not isinstance(message, Message):
-            raise InvalidResult(f"{name} holds {describe(message)}, no Message")
+            raise InvalidResult(f"{name} contains {describe(message)}, no Message")
     return messages
 
 
@@ -250,7 +250,7 @@ def as_names(value: object) -> tuple[str, ...]:
         raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
     names = tuple(value)
     if other := [name for name in names if not isinstance(name, str)]:
-        raise InvalidResult(f"tools holds {describe(other[0])}, no name")
+        raise InvalidResult(f"tools contains {describe(other[0])}, no name")
     return names
 
 
@@ -456,7 +456,7 @@ class Episode:
         """Reset the environment and return the prompt."""
         self.prompt = as_messages(self.environment.reset(seed), "what reset returned")
         if not self.prompt:
-            raise InvalidResult("reset gives no message: the policy would have no prompt")
+            raise InvalidResult("reset returned no message: the policy would have no prompt")
         return self.prompt
 
     def read(self, text: str) -> Message:
@@ -661,11 +661,11 @@ class ExternalEpisode(Episode):
     def _require_next(self, refusal: Refusal) -> None:
         result = self.refuse(refusal)
         if result is None or result.done:
-            raise EnvironmentFault("a program ended where it went on: it cannot fork by replay")
+            raise EnvironmentFault("a program ended earlier in a replay: it cannot fork by replay")
 
     def _require_request(self, expected: Conversation | None) -> None:
         if self.request != expected:
-            raise EnvironmentFault("a program asked something else the second time: it cannot fork by replay")
+            raise EnvironmentFault("a program sent another request in a replay: it cannot fork by replay")
 
 
 def open_episode(environment: Env) -> Episode:

@@ -155,7 +155,7 @@ class ExternalAgent:
         """
         if refusal.is_too_long:
             return None
-        raise EnvironmentFault(f"the program asks what cannot be answered: {refusal.reason}")
+        raise EnvironmentFault(f"the program sent a request that cannot be answered: {refusal.reason}")
 
 
 deprecated.keep_old_names(__name__)

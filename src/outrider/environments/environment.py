@@ -63,7 +63,8 @@ class Environment(ABC):
     Class attributes:
         Settings: settings of the environment, a subclass of :class:`EnvironmentSettings`.
         name: name in messages and evaluations; by default made from the class name (``guess-number``).
-        stop: strings that end a turn of the policy; they stay in the turn's text.
+        stop: strings that end a turn of the policy; they stay in the turn's text. If they depend on the
+            settings, define :meth:`stop_strings`.
         protocol: ``chat`` appends an observation as a new user message, ``inline`` continues the open
             assistant message.
         stateful: whether an action changes hidden state. If False, RAPO may show a retrieved step without
@@ -131,8 +132,8 @@ class Environment(ABC):
 
     def copy(self) -> Self:
         """Return a copy in the same state, with the same ``settings``, ``task`` and ``shared``."""
-        kept = (self.settings, self.shared, getattr(self, "task", None))
-        return copy.deepcopy(self, {id(value): value for value in kept})
+        not_copied = (self.settings, self.shared, getattr(self, "task", None))
+        return copy.deepcopy(self, {id(value): value for value in not_copied})
 
     def close(self) -> None:  # noqa: B027 - a default that does nothing
         """Release the resources of this episode."""

@@ -1,8 +1,8 @@
 """Houses to search: a small text world of fixed layout, in pure Python.
 
-A task asks for one thing of one house. What is where differs from house to house and can only be found by
-looking, so a policy without experience must search. A house is the same in every episode of all its tasks, so
-what one episode has seen holds in the next one. The return is 1 if the thing is found, else 0.
+A task is to find one thing in one house. The contents differ from house to house and are only visible when
+the furniture is open, so a policy without experience must search. A house is the same in every episode of all
+its tasks, so observations of one episode help in the next. The return is 1 if the thing is found, else 0.
 """
 
 import copy

@@ -133,7 +133,7 @@ class MoveRecord:
 
         Raises InvalidResult for a reward or flag of another type, and NonFiniteResult for NaN and infinity.
         """
-        step_reward = as_float(reward, f"{self.name} gave the reward {reward}: it")
+        step_reward = as_float(reward, f"{self.name} returned the reward {reward}: it")
         is_over, is_cut = (
             as_bool(flag, f"{self.name}: {name}")
             for name, flag in (("terminated", terminated), ("truncated", truncated))

@@ -37,10 +37,10 @@ MessageRole = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedMessage:
-    """A message. Of a turn of the policy ``calls`` are its native ones (ids are the turn's own), ``problems``
-    say what of it could not be read as one, and ``thinking`` stands apart from ``text``; else ``tools`` names
-    the tools that ran for it, whose calls are in the text. ``call_id`` is the call that a tool's message
-    answers, where that is on record.
+    """A message. A turn of the policy with native calls has them in ``calls`` (with ids of the turn), the
+    errors of malformed ones in ``problems``, and its thinking in ``thinking``; otherwise the calls are in the
+    text, and ``tools`` are the names of the tools that ran. ``call_id`` of a tool's message is its call, if
+    it was recorded.
     """
 
     role: MessageRole
@@ -54,8 +54,8 @@ class LoggedMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRollout:
-    """One rollout. ``epoch`` counts those of its task, from 1. ``scores`` is empty after a fault, which
-    ``detail`` tells. ``num_tokens`` are the policy's own; None where nobody counted them.
+    """One rollout. ``epoch`` is its number among those of its task, from 1. After a fault ``scores`` is empty
+    and ``detail`` describes the fault. ``num_tokens`` are the policy's; None if they were not counted.
     """
 
     task_key: str
@@ -74,8 +74,8 @@ class LoggedRollout:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation:
     """All rollouts of one evaluation. ``created`` is when its record was last written, ``summary`` its own
-    score with the interval's bounds. One that has not ended has ``num_requested`` rollouts in the end, 0
-    where nobody knows.
+    score with the interval's bounds. ``num_requested`` counts the rollouts of the complete evaluation, 0 if
+    unknown.
     """
 
     task: str
@@ -119,9 +119,7 @@ def node_messages(row: TraceRow, form: str | None) -> list[LoggedMessage]:
 
 
 def turn(text: str, form: str | None, tools: tuple[str, ...] = ()) -> LoggedMessage:
-    """A turn of the policy. ``tools`` ran for it. Types of arguments that only a tool's schema tells stay
-    text, and what the schema refused is a call like others.
-    """
+    """A turn of the policy, for which ``tools`` ran. Arguments whose type only a schema knows stay text."""
     if form is None:
         return LoggedMessage(role="assistant", text=text, tools=tools)
     call_format = get_call_format(form)
@@ -265,10 +263,17 @@ def _sample(rollout: LoggedRollout, model: str) -> "EvalSample":
 
 
 def _messages(messages: Sequence[LoggedMessage], model: str) -> Iterator[Any]:
-    """Results of tools have the id and the name of the call that they answer, in order where the record does
-    not tell.
+    """Messages of inspect-ai. Results of tools have the id and the name of their call; without a recorded id
+    they follow the order of the calls.
     """
-    from inspect_ai.model import ChatMessageAssistant, ChatMessageSystem, ChatMessageTool, ChatMessageUser
+    from inspect_ai.model import (
+        ChatMessageAssistant,
+        ChatMessageSystem,
+        ChatMessageTool,
+        ChatMessageUser,
+        ContentReasoning,
+        ContentText,
+    )
 
     calls: dict[str, Any] = {}
     for number, message in enumerate(messages):
@@ -276,8 +281,12 @@ def _messages(messages: Sequence[LoggedMessage], model: str) -> Iterator[Any]:
         match message.role:
             case "assistant":
                 calls = _calls(message, number)
+                content: Any = message.text
+                if message.thinking:
+                    reasoning = ContentReasoning(reasoning=message.thinking)
+                    content = [reasoning, ContentText(text=message.text)]
                 yield ChatMessageAssistant(
-                    id=name, content=_content(message), tool_calls=list(calls.values()) or None, model=model
+                    id=name, content=content, tool_calls=list(calls.values()) or None, model=model
                 )
             case "tool":
                 call = calls.pop(message.call_id if message.call_id in calls else next(iter(calls), ""), None)
@@ -293,17 +302,9 @@ def _messages(messages: Sequence[LoggedMessage], model: str) -> Iterator[Any]:
                 yield ChatMessageUser(id=name, content=message.text)
 
 
-def _content(message: LoggedMessage) -> Any:
-    from inspect_ai.model import ContentReasoning, ContentText
-
-    if not message.thinking:
-        return message.text
-    return [ContentReasoning(reasoning=message.thinking), ContentText(text=message.text)]
-
-
 def _calls(message: LoggedMessage, number: int) -> dict[str, Any]:
-    """A turn's calls by their ids: native ones, and what could not be read as one; else those by tags that
-    ran, of which what stands between the tags is the ``input``.
+    """A turn's calls by their ids: native ones and malformed ones, otherwise calls by tag, whose ``input`` is
+    the text between the tags.
     """
     from inspect_ai.tool import ToolCall
 
@@ -410,17 +411,16 @@ def _rollouts(
                 target=targets.get(record["task_key"], ()),
                 outcome=Outcome(record["outcome"]),
                 detail=record["fault"],
-                scores=_scores(record),
+                scores={
+                    name: float(record[column])
+                    for name, column in (("return", "episode_return"), ("success", "success"))
+                    if record[column] is not None
+                },
                 num_tokens=record["num_tokens"],
                 metadata={name: record[name] for name in ("mode", "kind", "num_turns", "num_calls")},
             )
         )
     return rollouts
-
-
-def _scores(row: Mapping[str, Any]) -> dict[str, float]:
-    values = {"return": row["episode_return"], "success": row["success"]}
-    return {name: float(value) for name, value in values.items() if value is not None}
 
 
 def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int) -> Sequence[TraceRow]:
@@ -447,7 +447,7 @@ def load_tasks_evaluation(folder: Path) -> LoggedEvaluation:
     results = requested_samples(stored_results, settings.num_samples)
     tasks, notes = _tasks(settings, str(identity.get("panel_hash")))
     num_requested = len(tasks) * settings.num_samples
-    # without its tasks the report tells, which is written at the end
+    # the report is written at the end
     is_complete = len(results) >= num_requested if tasks else (folder / SUMMARY).is_file()
     if not is_complete:
         reason = (
@@ -490,7 +490,7 @@ def _tasks(settings: EvalTasksSettings, panel_hash: str) -> tuple[Mapping[str, T
     except (OutriderError, OSError) as error:
         return {}, [f"without questions and targets: {error}"]
     if eval_tasks.panel_hash != panel_hash:
-        return {}, ["without questions and targets: the tasks of this machine are others than were played"]
+        return {}, ["without questions and targets: this machine has other tasks than the evaluation"]
     return {task.key: task for task in eval_tasks.tasks}, []
 
 

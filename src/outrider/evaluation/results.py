@@ -69,20 +69,15 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalTasksSummary:
-    """Means over tasks of means over a task's scored samples. ``num_tool_calls`` and ``num_tokens`` are per
-    answer; ``num_tokens`` excludes the ``num_uncounted`` answers without a token count.
+    """Summary of results. Values by task key are ``task_scores`` (avg@k), ``task_passes`` (pass@k by k, of
+    tasks with at least k scored samples), ``task_majorities``, and ``task_metrics`` (by name).
 
-    ``pass_at_k`` maps k to pass@k over the ``num_tasks_at_k[k]`` tasks with at least k scored samples.
-    ``score`` is avg@k. ``outcomes`` counts scored samples by outcome, ``faults`` the others. Values are NaN
-    if no sample was scored. ``task_...`` have the averaged values by task key.
+    ``metrics`` are means over tasks. ``num_tool_calls`` and ``num_tokens`` are per answer; ``num_tokens``
+    excludes the ``num_uncounted`` answers without a token count. Means are NaN if no sample was scored.
+    ``outcomes`` counts scored samples by outcome, ``faults`` the others.
     """
 
-    num_tasks: int
     num_scored: int
-    score: float
-    pass_at_k: Mapping[int, float]
-    num_tasks_at_k: Mapping[int, int]
-    majority: float
     metrics: Mapping[str, float]
     num_tool_calls: float
     num_tokens: float
@@ -108,13 +103,6 @@ def pass_at_k(*, num_samples: int, num_correct: int, k: int) -> float:
         raise ValueError(f"pass@{k} of {num_correct} correct among {num_samples} samples is not defined")
     total = math.comb(num_samples, k)
     return (total - math.comb(num_samples - num_correct, k)) / total
-
-
-def avg_at_k(scores: Sequence[float]) -> float:
-    """Mean score of a task's k samples. Raises ValueError without any."""
-    if not scores:
-        raise ValueError("avg@k of no samples is not defined")
-    return fmean(scores)
 
 
 def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
@@ -148,13 +136,6 @@ def tool_productivity(*, accuracy: float, mean_tool_calls: float, sigma: float =
     return 100.0 * accuracy * mean_tool_calls / (mean_tool_calls + sigma)
 
 
-def tool_usage_rate(num_tool_calls: Sequence[int]) -> float:
-    """Share of answers with at least one tool call. Raises ValueError without answers."""
-    if not num_tool_calls:
-        raise ValueError("the tool usage rate of no answers is not defined")
-    return fmean(count > 0 for count in num_tool_calls)
-
-
 def summarise(
     results: Iterable[SampleResult],
     *,
@@ -178,9 +159,7 @@ def summarise(
         else:
             results_by_task.setdefault(result.task_key, []).append(result)
     scored = [entry for group in results_by_task.values() for entry in group]
-    scores = {
-        key: avg_at_k([entry.score or 0.0 for entry in group]) for key, group in results_by_task.items()
-    }
+    scores = {key: fmean(entry.score or 0.0 for entry in group) for key, group in results_by_task.items()}
     majorities = {
         key: majority_at_k(
             [normalize(entry.prediction) for entry in group], [entry.success is True for entry in group]
@@ -193,7 +172,6 @@ def summarise(
             values = [entry.metrics[name] for entry in group if name in entry.metrics]
             metrics.setdefault(name, {})[key] = fmean(values)
     calls = [entry.num_tool_calls for entry in scored]
-    # Omit a k for which no task has enough samples.
     task_passes = {
         k: {
             key: pass_at_k(num_samples=len(group), num_correct=sum(e.success is True for e in group), k=k)
@@ -203,17 +181,12 @@ def summarise(
         for k in ks
     }
     return EvalTasksSummary(
-        num_tasks=len(results_by_task),
         num_scored=len(scored),
-        score=_mean(scores.values()),
-        pass_at_k={k: _mean(tasks.values()) for k, tasks in task_passes.items() if tasks},
-        num_tasks_at_k={k: len(tasks) for k, tasks in task_passes.items()},
-        majority=_mean(majorities.values()),
         metrics={name: _mean(tasks.values()) for name, tasks in sorted(metrics.items())},
         num_tool_calls=_mean(calls),
         num_tokens=_mean(entry.num_tokens for entry in scored if entry.num_tokens is not None),
         num_uncounted=sum(entry.num_tokens is None for entry in scored),
-        tool_usage_rate=tool_usage_rate(calls) if calls else math.nan,
+        tool_usage_rate=_mean(count > 0 for count in calls),
         tool_productivity=tool_productivity(accuracy=_mean(scores.values()), mean_tool_calls=_mean(calls)),
         outcomes=dict(sorted(Counter(entry.outcome.value for entry in scored).items())),
         faults=dict(sorted(faults.items())),

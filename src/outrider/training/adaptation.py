@@ -3,7 +3,7 @@
 
 ``tips`` are written and shown as in training. ``reflexion`` tries again only what failed; its score counts
 what any trial has solved. Every trial leaves a line in ``evaluations.jsonl`` and its rollouts in ``traces``;
-``outrider compare --by-task`` draws the curve over them.
+``python -m benchmarks.compare_by_task`` draws the curve over them.
 """
 
 from collections.abc import Mapping

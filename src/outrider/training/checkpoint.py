@@ -227,17 +227,17 @@ def checkpoints_newest_first(folder: Path) -> list[Path]:
     return [path for _, path in reversed(_numbered(folder))]
 
 
-def checkpoint_step(checkpoint: Path) -> int:
-    """The training step of a checkpoint that :func:`checkpoints_newest_first` found."""
-    match = _NAME.fullmatch(checkpoint.name)
-    assert match is not None
-    return int(match[1])
-
-
 def checkpoint_step_or_none(checkpoint: Path) -> int | None:
     """The training step in the name of a checkpoint's folder; None for a folder of another name."""
     match = _NAME.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """The training step of a checkpoint that :func:`checkpoints_newest_first` found."""
+    step = checkpoint_step_or_none(checkpoint)
+    assert step is not None
+    return step
 
 
 def newest_step(folder: Path) -> int | None:

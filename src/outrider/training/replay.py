@@ -47,18 +47,6 @@ class Difference:
     replayed: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    """One rollout on file: the rows from root to leaf."""
-
-    task_key: str
-    path: tuple[TraceRow, ...]
-
-    @property
-    def leaf(self) -> TraceRow:
-        return self.path[-1]
-
-
 def replay_step(run: Path, step: int) -> int:
     """Replay the rollouts of a training step and print the differences; returns 0 if there are none, else 1.
 
@@ -78,7 +66,7 @@ def replay_step(run: Path, step: int) -> int:
         raise DataError(f"step {step} of {run} holds no finished rollout")
     task_set = make_task_set(settings.environment)
     tasks = {task.key: task for task in split_tasks(task_set, "train")}
-    lost = sorted({rollout.task_key for rollout in rollouts} - tasks.keys())
+    lost = sorted({path[-1].task_key for path in rollouts} - tasks.keys())
     if lost:
         raise DataError(
             f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)"
@@ -86,18 +74,17 @@ def replay_step(run: Path, step: int) -> int:
     factory = task_set.make()
     try:
         results = [
-            (rollout, _replay(rollout, tasks[rollout.task_key], factory, settings, step))
-            for rollout in rollouts
+            (path[-1], _replay(path, tasks[path[-1].task_key], factory, settings, step)) for path in rollouts
         ]
     finally:
         factory.close()
-    num_expected = len({rollout.leaf.trace_id for rollout in rollouts}) * settings.algorithm.group_size
+    num_expected = len({path[-1].trace_id for path in rollouts}) * settings.algorithm.group_size
     _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
     return int(any(difference is not None for _, difference in results))
 
 
-def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
-    """The rollouts of a trace file, in its order."""
+def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[list[TraceRow]]:
+    """The rollouts of a trace file in its order, each with its rows from root to leaf."""
     nodes = {(row.trace_id, row.node_id): row for row in rows}
     for row in rows:
         if row.outcome is None:
@@ -108,7 +95,7 @@ def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[_Recorded]:
             if parent is None:
                 raise DataError(f"trace {row.trace_id}: node {path[-1].parent_id} is missing from the record")
             path.append(parent)
-        yield _Recorded(task_key=row.task_key, path=tuple(reversed(path)))
+        yield path[::-1]
 
 
 def compare(
@@ -138,11 +125,11 @@ def compare(
 
 
 def _replay(
-    rollout: _Recorded, task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
+    path: Sequence[TraceRow], task: Task, factory: EnvironmentFactory, settings: RunSettings, step: int
 ) -> Difference | None:
     texts = [
         text
-        for row in rollout.path
+        for row in path
         for text in (*([_action_text(row)] if _is_action(row, settings) else []), *_attempted_actions(row))
     ]
     # the file of step n has the rollouts before update n
@@ -152,7 +139,7 @@ def _replay(
         episode, record = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
         return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
-    return compare(rollout.path, episode, record, settings=settings)
+    return compare(path, episode, record, settings=settings)
 
 
 def _is_action(row: TraceRow, settings: RunSettings) -> bool:
@@ -252,17 +239,17 @@ def _escape_surrogates(text: str) -> str:
 
 
 def _print_differences(
-    step: int, results: Sequence[tuple[_Recorded, Difference | None]], *, num_unrecorded: int
+    step: int, results: Sequence[tuple[TraceRow, Difference | None]], *, num_unrecorded: int
 ) -> None:
-    differing = [(rollout, difference) for rollout, difference in results if difference is not None]
+    differing = [(leaf, difference) for leaf, difference in results if difference is not None]
     if differing:
         table = Table(
             *(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences"
         )
-        for rollout, difference in differing[:_MAX_ROWS]:
+        for leaf, difference in differing[:_MAX_ROWS]:
             turn = "" if difference.turn is None else str(difference.turn)
             recorded, replayed = _excerpts(difference.recorded, difference.replayed)
-            cells = (rollout.task_key, str(rollout.leaf.rollout), turn, difference.kind, recorded, replayed)
+            cells = (leaf.task_key, str(leaf.rollout), turn, difference.kind, recorded, replayed)
             table.add_row(*(Text(cell) for cell in cells))
         Terminal().print(table)
         if len(differing) > _MAX_ROWS:

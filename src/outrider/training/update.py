@@ -270,6 +270,15 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     return paths
 
 
+LogprobsWithTips = Mapping[int, Mapping[int, float]]
+"""Log-probs in the context with tips, by rollout index and ordinal, of every rollout that is trained in
+another rendering; computed by the trainer before any step (EMPO², arXiv 2602.23008, App. C).
+
+The numerator of the ratio is the policy without tips; the denominator is the policy with tips (Table 3) or
+the policy without tips when the update began (Algorithm 1).
+"""
+
+
 @dataclass(slots=True, kw_only=True)
 class _MiniBatch:
     """The rollouts of one optimizer step, packed once for all epochs.
@@ -285,7 +294,7 @@ class _MiniBatch:
     weights: Sequence[Tensor]
     sft_weights: Sequence[Tensor] | None
     old_scores: Sequence[TokenScores] | None = None
-    with_tips: "LogprobsWithTips | None" = None
+    with_tips: LogprobsWithTips | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -375,7 +384,7 @@ class _Update:
         old = scores if mini_batch.old_scores is None else mini_batch.old_scores[index]
         # Detached also if it comes from this very pass: x - x would have no gradient.
         old_T = old.logprobs_T.detach()
-        with_tips_T = None if with_tips is None else with_tips.gather(batch).to(old_T)
+        with_tips_T = None if with_tips is None else gather_with_tips(with_tips, batch).to(old_T)
         inputs = loss_inputs(
             scores.logprobs_T, batch, self.objective.old_logprobs(old_T, with_tips_T), self.accumulator
         )
@@ -653,27 +662,15 @@ def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulat
     return loss
 
 
-class LogprobsWithTips:
-    """Log-probs in the context with tips, of every rollout that is trained in another rendering; computed by
-    the trainer before any step (EMPO², arXiv 2602.23008, App. C).
-
-    The numerator of the ratio is the policy without tips; the denominator is the policy with tips (Table 3)
-    or the policy without tips when the update began (Algorithm 1).
-    """
-
-    def __init__(self, logprobs: Mapping[int, Sequence[float]]) -> None:
-        """``logprobs``: rollout index to one value for each of its trained tokens, in their order."""
-        self._logprobs = logprobs
-
-    def gather(self, batch: PackedBatch) -> Tensor:
-        """[T], NaN if the entry's rollout has one rendering."""
-        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-        values = [
-            # NaN, because a 0 would pass for a log-prob: dividing by NaN cannot go unnoticed.
-            self._logprobs[rollout][ordinal] if rollout in self._logprobs else math.nan
-            for rollout, ordinal in entries
-        ]
-        return torch.tensor(values, dtype=torch.float64).to(batch.advantages_T)
+def gather_with_tips(logprobs: LogprobsWithTips, batch: PackedBatch) -> Tensor:
+    """Log-probs with tips of the entries [T], NaN if the entry's rollout has one rendering."""
+    entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
+    values = [
+        # NaN, because a 0 would pass for a log-prob: dividing by NaN cannot go unnoticed.
+        logprobs[rollout][ordinal] if rollout in logprobs else math.nan
+        for rollout, ordinal in entries
+    ]
+    return torch.tensor(values, dtype=torch.float64).to(batch.advantages_T)
 
 
 @torch.no_grad()
@@ -689,7 +686,7 @@ def score_with_tips(
         for path in policy.ranks.share(paths)
         if path.nodes_with_tips is not None
     ]
-    values_by_ordinal: dict[int, dict[int, float]] = {}
+    logprobs: dict[int, dict[int, float]] = {}
     for batch in padded_micro_batches(
         pack_for_rank(paths_with_tips, policy.ranks, max_tokens=max_tokens), policy.ranks
     ):
@@ -698,11 +695,8 @@ def score_with_tips(
             continue
         entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
         for (rollout, ordinal), value in zip(entries, policy.score(batch).logprobs_T.tolist(), strict=True):
-            values_by_ordinal.setdefault(rollout, {})[ordinal] = value
-    logprobs = {
-        rollout: [values[i] for i in range(len(values))] for rollout, values in values_by_ordinal.items()
-    }
-    return LogprobsWithTips(logprobs) if logprobs else None
+            logprobs.setdefault(rollout, {})[ordinal] = value
+    return logprobs or None
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Unmodified clients as agents: OpenAI's SDK, its Agents SDK, smolagents. They know a base URL and a key."""
+"""Unmodified clients as agents: OpenAI's SDK, its Agents SDK, smolagents."""
 
 import os
 from typing import Any
@@ -13,7 +13,7 @@ def run(task: Any) -> Any:
 
 
 def sdk_tools(task: Any) -> float:
-    """A loop of one's own with tools, the first turn streamed."""
+    """A loop with tools; the first turn is streamed."""
     client = OpenAI(max_retries=0)
     assert [model.id for model in client.models.list()] == ["policy"]
     messages: list[Any] = [{"role": "user", "content": task.question}]
@@ -45,7 +45,7 @@ def sdk_tools(task: Any) -> float:
 
 
 def sdk_thinking(task: Any) -> float:
-    """A call and an answer, with thinking that goes back as it came, in the form that the task names."""
+    """A call and an answer whose reasoning is sent back, with the API that the task names."""
     client = OpenAI(max_retries=0)
     asked: list[Any] = [{"role": "user", "content": task.question}]
     if task.answers[0] == "chat":
@@ -74,7 +74,7 @@ def sdk_thinking(task: Any) -> float:
 
 
 def sdk_streamed_calls(task: Any) -> float:
-    """Two calls of one turn, as the SDK puts a stream together."""
+    """Two calls of a streamed turn."""
     messages: list[Any] = [{"role": "user", "content": task.question}]
     client = OpenAI(max_retries=0)
     with client.chat.completions.stream(model="policy", messages=messages, tools=[WEATHER]) as stream:
@@ -85,7 +85,7 @@ def sdk_streamed_calls(task: Any) -> float:
 
 
 async def sdk_parallel(task: Any) -> float:
-    """Two questions at a time."""
+    """Two requests at the same time."""
     import asyncio
 
     client = AsyncOpenAI(max_retries=0)
@@ -98,7 +98,7 @@ async def sdk_parallel(task: Any) -> float:
 
 
 def sdk_responses(task: Any) -> float:
-    """The other form of the endpoint, whole and streamed."""
+    """``/v1/responses``, whole and streamed."""
     client = OpenAI(max_retries=0)
     tool = {"type": "function", "strict": False, **WEATHER["function"]}
     items: list[Any] = [{"role": "user", "content": task.question}]
@@ -116,7 +116,7 @@ def sdk_responses(task: Any) -> float:
 
 
 def sdk_untold(task: Any) -> float:
-    """Where nothing is known of an answer but its words, in every form."""
+    """Answers without finish reason and usage, with both APIs."""
     client = OpenAI(max_retries=0)
     messages: list[Any] = [{"role": "user", "content": task.question}]
     done = client.chat.completions.create(model="policy", messages=messages)
@@ -132,7 +132,7 @@ def sdk_untold(task: Any) -> float:
 
 
 def agents_sdk(task: Any) -> float:
-    """OpenAI's Agents SDK as it comes: its default form of the endpoint."""
+    """OpenAI's Agents SDK with its default API."""
     from agents import Agent, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -180,7 +180,7 @@ def smol_code(task: Any) -> float:
 
 
 def agents_sdk_defaults(task: Any) -> float:
-    """OpenAI's Agents SDK with a function whose argument has a default, which the policy leaves out."""
+    """OpenAI's Agents SDK with a tool argument that has a default."""
     from agents import Agent, Runner, function_tool, set_tracing_disabled
 
     set_tracing_disabled(True)
@@ -195,7 +195,7 @@ def agents_sdk_defaults(task: Any) -> float:
 
 
 def agents_sdk_typed(task: Any) -> float:
-    """OpenAI's Agents SDK with a type for what comes out, and calls one by one."""
+    """OpenAI's Agents SDK with an output type and single calls."""
     from agents import Agent, ModelSettings, Runner, function_tool, set_tracing_disabled
     from pydantic import BaseModel
 

@@ -1,4 +1,4 @@
-"""What a recipe may name by mistake."""
+"""Objects that a recipe may name by mistake."""
 
 from typing import Any
 

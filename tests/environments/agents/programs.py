@@ -63,14 +63,14 @@ def guess(task: Any) -> float:
 
 
 def rewriting(task: Any) -> float:
-    """Forgets what was said."""
+    """Begins another conversation."""
     chat([{"role": "user", "content": "a"}])
     chat([{"role": "user", "content": "summary of a"}])
     return 0.5
 
 
 def nested(task: Any) -> float:
-    """Asks another agent in the middle, and goes on where it was."""
+    """Calls another agent in the middle and then continues."""
     messages = [{"role": "user", "content": "plan"}]
     messages.append(chat(messages))
     helper = chat([{"role": "system", "content": "You help."}, {"role": "user", "content": "sub"}])
@@ -80,7 +80,7 @@ def nested(task: Any) -> float:
 
 
 def several(task: Any) -> float:
-    """Three answers to one question."""
+    """Requests three answers at once."""
     body = {"model": "any", "messages": [{"role": "user", "content": "q"}], "n": 3}
     found = [one["message"]["content"] for one in post("/chat/completions", body)["choices"]]
     return float(len(found))
@@ -108,7 +108,7 @@ def hanging(task: Any) -> float:
 
 
 def printing(task: Any) -> float:
-    """Floods its output while it works."""
+    """Prints 10 MB."""
     said = chat([{"role": "user", "content": "a"}])
     for _ in range(2000):
         sys.stdout.write("x" * 5000)
@@ -117,14 +117,14 @@ def printing(task: Any) -> float:
 
 
 def endless(task: Any) -> float:
-    """Asks for ever."""
+    """Never ends."""
     messages = [{"role": "user", "content": "a"}]
     while True:
         messages += [chat(messages), {"role": "user", "content": "more"}]
 
 
 def garbage(task: Any) -> float:
-    """Sends what cannot be served, and then a proper request."""
+    """Sends malformed requests and rewards, and then a valid request."""
     wrong = [
         b"{", b"[]", b"\xff\xfe", b'{"messages": 3}', b'{"messages": []}', b'{"messages": [1]}',
         b'{"messages": [{"role": "king", "content": "x"}]}', b"[" * 100_000,
@@ -155,7 +155,7 @@ def garbage(task: Any) -> float:
 
 
 def halves(task: Any) -> float:
-    """Halves of surrogate pairs wherever a request has text."""
+    """Sends lone surrogates in every text of a request."""
     function = {"name": "look\ud83d", "description": "\ud83d", "arguments": '{"at": "\\ud83d"}'}
     call = {"id": "c\ud83d", "type": "function", "function": function}
     said = {"role": "assistant", "content": "", "reasoning_content": "\ud83d", "tool_calls": [call]}
@@ -165,7 +165,7 @@ def halves(task: Any) -> float:
 
 
 def going_on(task: Any) -> float:
-    """Looks at all that an answer says of itself, before it asks again."""
+    """Repeats finish reason and numbers of tokens of an answer."""
     body = {"model": "any", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "logprobs": True}
     done = post("/chat/completions", body)
     [said], tokens = done["choices"], done["usage"]["completion_tokens"]
@@ -175,7 +175,7 @@ def going_on(task: Any) -> float:
 
 
 def telling(task: Any) -> float:
-    """Repeats what an answer says of itself."""
+    """Repeats finish reason and usage of an answer."""
     done = post("/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [LOOK]})
     [said] = done["choices"]
     chat([{"role": "user", "content": json.dumps([said["finish_reason"], done["usage"]])}])
@@ -183,14 +183,14 @@ def telling(task: Any) -> float:
 
 
 def thinking(task: Any) -> float:
-    """Repeats the thinking of an answer, which it has asked without tools."""
+    """Repeats the reasoning of an answer to a request without tools."""
     said = chat([{"role": "user", "content": "a"}])
     chat([{"role": "user", "content": json.dumps([said["content"], said.get("reasoning_content")])}])
     return 1.0
 
 
 def halting(task: Any) -> float:
-    """Repeats an answer that ended at one of its stop strings, which are the task's answers."""
+    """Repeats an answer. Its stop strings are the task's answers."""
     said = chat([{"role": "user", "content": "a"}], stop=task.answers, tools=[LOOK])
     told = [said["content"], said.get("reasoning_content")]
     chat([{"role": "user", "content": json.dumps(told)}])
@@ -198,7 +198,7 @@ def halting(task: Any) -> float:
 
 
 def begun(body: Any) -> socket.socket:
-    """A request that has been sent, and whose answer somebody may read."""
+    """Send a request; its answer can be read from the socket."""
     url = urllib.parse.urlsplit(os.environ["OPENAI_BASE_URL"])
     data = json.dumps(body).encode()
     head = (
@@ -211,7 +211,7 @@ def begun(body: Any) -> socket.socket:
 
 
 def leaving(task: Any) -> float:
-    """Asks two questions and waits for the first answer only; whether it hangs up says the task."""
+    """Sends two requests and waits for the first answer; the task decides whether it closes the second."""
     first = begun({"messages": [{"role": "user", "content": "first"}]})
     second = begun({"messages": [{"role": "user", "content": "second"}]})
     if task.answers[0] == "hangs up":
@@ -222,7 +222,7 @@ def leaving(task: Any) -> float:
 
 
 def unsteady(task: Any) -> float:
-    """Asks in the same words, and wants something else in every process."""
+    """Sends another stop string in every process."""
     chat([{"role": "user", "content": "a"}])
     chat([{"role": "user", "content": "b"}], stop=[f"end {os.getpid()}"])
     return 1.0
@@ -233,7 +233,7 @@ def bulky(task: Any) -> str:
 
 
 def renaming(task: Any) -> float:
-    """Gives the policy's call an id of its own."""
+    """Replaces the id of the policy's call."""
     messages = [{"role": "user", "content": "a"}]
     said = chat(messages, tools=[LOOK])
     [call] = said["tool_calls"]
@@ -243,20 +243,20 @@ def renaming(task: Any) -> float:
 
 
 def ids(task: Any) -> float:
-    """How many different ids two calls have."""
+    """Returns the number of different ids of the calls."""
     said = chat([{"role": "user", "content": "a"}], tools=[LOOK])
     return float(len({call["id"] for call in said["tool_calls"] if call["id"]}))
 
 
 def handing_in(task: Any) -> None:
-    """Says what it was worth over the wire."""
+    """Posts its reward."""
     chat([{"role": "user", "content": task.question}])
     post("/reward", {"reward": 0.25, "success": True, "metrics": {"num_words": 3}})
     time.sleep(3600)
 
 
 def odd(task: Any) -> Any:
-    """Comes back with something that is no reward."""
+    """Returns no reward."""
     chat([{"role": "user", "content": "a"}])
     return "a text"
 
@@ -270,7 +270,7 @@ def score(task: Any, answer: str) -> float:
 
 
 def chatty(task: Any) -> float:
-    """Two turns, a helper of its own, and a turn behind both; paid by what was said."""
+    """Two turns, a helper, and another turn; the reward depends on the answers."""
     messages = [{"role": "user", "content": task.question}]
     for word in ("and?", "so?"):
         messages += [chat(messages), {"role": "user", "content": word}]
@@ -281,7 +281,7 @@ def chatty(task: Any) -> float:
 
 
 def halved(task: Any, messages: list[dict[str, str]]) -> str:
-    """Knows how to play :func:`guess`."""
+    """The expert of :func:`guess`."""
     low, high = 1, 50
     for message in messages:
         number, _, hint = message["content"].partition(" is too ")
@@ -290,12 +290,8 @@ def halved(task: Any, messages: list[dict[str, str]]) -> str:
     return str((low + high) // 2)
 
 
-def one(task: Any, messages: list[dict[str, str]]) -> str:
-    return "1"
-
-
 def cold(task: Any) -> float:
-    """Wants to choose how its answers are sampled."""
+    """Sends sampling settings, and a field that is refused by default."""
     for _ in range(2):
         chat([{"role": "user", "content": "a"}], temperature=0.1, seed=7)
     try:
@@ -308,7 +304,7 @@ def cold(task: Any) -> float:
 
 
 def one_call(task: Any) -> float:
-    """Takes one call a turn, and answers words with a request for it."""
+    """Takes one call per turn, and requests one after a turn without calls."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
     said = chat(messages, tools=[LOOK], parallel_tool_calls=False)
     if said.get("tool_calls") or said["content"].count("<tool_call>") != 2:
@@ -321,7 +317,7 @@ def one_call(task: Any) -> float:
 
 
 def json_wanted(task: Any) -> float:
-    """How many answers it gets to requests for JSON."""
+    """Returns the number of answered requests for JSON."""
     found = 0
     schema = {"name": "s", "schema": {"type": "object"}}
     for wanted in ({"type": "json_object"}, {"type": "json_schema", "json_schema": schema}):
@@ -340,7 +336,7 @@ class Wordless(Exception):
 
 
 def beside_others(task: Any) -> Any:
-    """Breaks in the way that the task names, or waits until everybody else has; its pipes are in a folder."""
+    """Fails as the task names, or waits until all others have ended, by their pipes in a folder."""
     folder, kind = task.question, task.answers[0]
     chat([{"role": "user", "content": kind}])
     if kind != "fine":
@@ -383,7 +379,7 @@ def early(task: Any) -> float:
 
 
 def scalar(task: Any) -> Any:
-    """The reward as the object that the question says."""
+    """Returns the value of the question as a Python expression."""
     import numpy as np
 
     chat([{"role": "user", "content": "a"}])
@@ -443,7 +439,7 @@ def status_of(messages: list[dict[str, Any]], **fields: Any) -> tuple[int, dict[
 
 
 def refused_then_asking(task: Any) -> float:
-    """Asks in roles that the task names, which must be refused, in front of a turn and behind one."""
+    """Sends roles that must be refused, before the first turn and after it."""
     roles, reason = json.loads(task.answers[0]), task.answers[1]
     odd = [{"role": role, "content": role} for role in roles]
     hello = [{"role": "user", "content": "hello"}]
@@ -457,14 +453,14 @@ def refused_then_asking(task: Any) -> float:
 
 
 def always_refused(task: Any) -> float:
-    """Asks nothing that can be answered, and pays itself."""
+    """Sends only conversations that the template refuses."""
     status, _ = status_of([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}])
     status, _ = status_of([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
     return float(status == 400)
 
 
 def always_malformed(task: Any) -> float:
-    """Sends the fields of the task twice, and pays itself."""
+    """Sends the fields of the task twice."""
     body = {"messages": [{"role": "user", "content": "a"}], **json.loads(task.answers[0])}
     for _ in range(2):
         try:
@@ -475,7 +471,7 @@ def always_malformed(task: Any) -> float:
 
 
 def outgrowing(task: Any) -> float:
-    """A history that grows beyond the context. The task says what it does then: shorten it, fail, or pay."""
+    """Fills the context. The task decides what it does then."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "begin"}]
     while True:
         status, told = status_of(messages)
@@ -495,7 +491,7 @@ def outgrowing(task: Any) -> float:
 
 
 def too_long_at_once(task: Any) -> float:
-    """Its first question fits no context."""
+    """Its first request does not fit into the context."""
     if status_of([{"role": "user", "content": "x" * 9000}])[0] == 400 and task.answers[0] == "shortens":
         chat([{"role": "user", "content": "short"}])
         return 1.0
@@ -503,7 +499,7 @@ def too_long_at_once(task: Any) -> float:
 
 
 def log_probs(task: Any) -> float:
-    """Puts an answer together of the bytes of its tokens."""
+    """Joins the bytes of the tokens of an answer."""
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "n": 2}
     for choice in post("/chat/completions", body)["choices"]:
         tokens = choice["logprobs"]["content"]
@@ -514,7 +510,7 @@ def log_probs(task: Any) -> float:
 
 
 def refused_behind_an_endpoint(task: Any) -> float:
-    """Its second question is refused, and its third is not."""
+    """Only its second request is refused."""
     chat([{"role": "user", "content": "hello"}])
     status, told = status_of([{"role": "user", "content": "a"}, {"role": "system", "content": "b"}])
     assert status == 400 and "must be at the beginning" in told["message"], (status, told)

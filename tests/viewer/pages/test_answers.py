@@ -81,8 +81,8 @@ def test_search_finds_each_turn_that_has_the_words(served: Served, recorded: Pat
     for words in ("RING", "where is", "</search>", "&lt;", "nobody says this"):
         found = served.data("search", words=words)
         expected = [row for row in nodes if words.lower() in row["text"].lower()]
-        told = {(hit["where"][:4], hit["trace_id"], hit["node_id"]) for hit in found["hits"]}
-        assert len(found["hits"]) == len(expected) and len(told) <= len(expected)
+        locations = {(hit["where"][:4], hit["trace_id"], hit["node_id"]) for hit in found["hits"]}
+        assert len(found["hits"]) == len(expected) and len(locations) <= len(expected)
         assert all(words.lower() in hit["text"].lower() for hit in found["hits"])
 
 

@@ -1,4 +1,4 @@
-"""The CIA World Factbook as passages to search and as facts to ask for: real data, offline, public domain."""
+"""The CIA World Factbook as passages and facts: real data, offline, public domain."""
 
 import hashlib
 import html
@@ -195,7 +195,7 @@ def _borders(text: str | None, entries: Mapping[str, Json]) -> tuple[dict[str, f
     return borders, known
 
 
-# Attribute, its path, and the pattern that extracts its clean form. A text that does not match gives no fact:
+# Attribute, its path, and the pattern that extracts its clean form. A text that does not match is no fact:
 # better no question than a wrong answer.
 _FACTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     (

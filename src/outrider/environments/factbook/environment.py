@@ -7,7 +7,7 @@ policy's fault.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -46,7 +46,7 @@ class FactbookConfig(EpisodeConfig):
     seed: int = 0
     """Seed of the order within a split; it does not change which tasks are in a split."""
     passages: Literal["fields", "facts"] = "fields"
-    """Texts that are searched: the book's fields, or one line per fact that questions ask for."""
+    """Texts that are searched: the book's fields, or one line per fact of the questions."""
     tuning: bool = False
     """Split only the training countries (a third of them is ``test``), to tune without the real test tasks.
     """
@@ -86,6 +86,11 @@ def _search(passages: Literal["fields", "facts"], config: SearchConfig) -> Searc
 
 
 @cache
+def _run_search(passages: Literal["fields", "facts"], config: SearchConfig, query: str) -> SearchResult:
+    return _search(passages, config).run(query)  # many questions share a search
+
+
+@cache
 def _split_tasks(settings: FactbookConfig, split: Split) -> tuple[Task, ...]:
     """The tasks of a split: the questions for which :func:`is_solved` holds."""
     questions = [
@@ -93,11 +98,9 @@ def _split_tasks(settings: FactbookConfig, split: Split) -> tuple[Task, ...]:
         for question in build_questions(_book(), split, tuning=settings.tuning)
         if len(question.hops) in settings.hops
     ]
-    search = cache(_search(settings.passages, settings.search).run)  # many questions share a search
+    run = partial(_run_search, settings.passages, settings.search)
     solvable = [
-        question
-        for question in questions
-        if is_solved([search(hop.query) for hop in question.hops], question)
+        question for question in questions if is_solved([run(hop.query) for hop in question.hops], question)
     ]
     if not solvable:
         raise DataError(

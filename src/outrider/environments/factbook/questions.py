@@ -18,7 +18,7 @@ _TUNING_PATTERN = ("train", "", "test", "", "train", "", "train", "test", "", "t
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """A fact to ask for.
+    """A fact that a question can be about.
 
     Attributes:
         field: field of the Factbook.
@@ -130,7 +130,7 @@ def build_questions(factbook: Factbook, split: str, *, tuning: bool = False) -> 
 
 
 def fact_passages(factbook: Factbook) -> tuple[Passage, ...]:
-    """One line per fact that questions ask for, with the key of its field. Neighbours are sorted by the
+    """One line per fact of the questions, with the key of its field. Neighbours are sorted by the
     length of the border.
     """
     passages: list[Passage] = []

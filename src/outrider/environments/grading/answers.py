@@ -59,7 +59,7 @@ _TEXT_COMMAND: Final = re.compile(
 _ACCENTS: Final = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303", "=": "\u0304",
                    ".": "\u0307", "c": "\u0327", "v": "\u030c", "H": "\u030b", "u": "\u0306", "k": "\u0328",
                    "r": "\u030a"}  # fmt: skip
-# \'e in a word, \'{e} anywhere, \c{c}: elsewhere \" is an escaped quotation mark.
+# \'e in a word, \'{e} anywhere, \c{c}; otherwise \" is an escaped quotation mark.
 _ACCENT: Final = re.compile(
     r"(?<=[^\W\d_])\\(['`^\"~=.])([A-Za-z])|\\(['`^\"~=.]|[cvHukr](?=\s*\{))\s*\{\\?([A-Za-z])\}"
 )
@@ -194,7 +194,7 @@ def normalize_answer(text: str) -> str:
     keep their sign and decimal point.
 
     For example, ``1,000`` becomes ``1000`` and ``12.0`` becomes ``12``. If nothing would be left (the choice
-    ``A``, a single ``%``), articles or punctuation are kept.
+    ``A``, a single ``%``), articles or punctuation do not change.
     """
     lowered = " ".join(plain_words(stream_safe(text)).lower().split())
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)

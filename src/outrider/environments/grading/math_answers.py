@@ -85,7 +85,7 @@ _NUM_PROCESSES = max(2, min(8, (os.cpu_count() or 1) // 4))
 _MAX_VERDICTS = 65_536
 _CPU_SECONDS = 5  # of a pair; the slowest pair of the test vectors takes 0.3
 _START_SECONDS = 300.0  # a cold disk
-# The worker must come from the same source tree as this module, whatever else is installed.
+# The worker must come from the same source tree as this module, even if another one is installed.
 _BOOT = """
 import sys
 sys.path.insert(0, sys.argv[2])

@@ -24,7 +24,7 @@ Split = Literal["train", "valid", "test"]
 
 
 class DatasetConfig(Settings):
-    """Where a split's rows are and which columns hold what. Dotted names go into nested columns
+    """Location and columns of the rows of a split. Dotted names go into nested columns
     (``reward_model.ground_truth``).
     """
 
@@ -36,7 +36,7 @@ class DatasetConfig(Settings):
     hub: str | None = None
     """A Hugging Face data set instead, such as ``openai/gsm8k``; needs the package ``datasets``."""
     hub_config: str | None = None
-    """The configuration of the hub's data set, where it has several."""
+    """The configuration of the hub's data set, if it has several."""
     hub_split: str = "train"
     """The split of the hub's data set."""
     question: str = "question"
@@ -65,7 +65,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
     """The tasks of one split in file order. ``setting`` is the dotted key of ``config``, for messages.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
-    column, a blank question or answer and a duplicate key; ToolUnavailable where the hub is needed without
+    column, a blank question or answer and a duplicate key; ToolUnavailable if the hub is needed without
     its package.
     """
     if config.path is not None and config.path.suffix in SUFFIXES and not config.path.exists():
@@ -90,7 +90,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
             _answer(value, row, config) for value in (values if isinstance(values, list) else [values])
         )
         if not answers:
-            raise DataError(f"{row.location}: column {column!r} holds no answer")
+            raise DataError(f"{row.location}: column {column!r} contains no answer")
         task = Task(key=key, question=question, answers=answers)
         if not all(task.answers):
             blank.append(row.location)
@@ -100,7 +100,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
         tasks[task.key] = task
     if blank and config.blank_answers == "error":
         raise DataError(
-            f"{blank[0]}: column {config.answer!r} holds a blank answer; "
+            f"{blank[0]}: column {config.answer!r} contains a blank answer; "
             'blank_answers = "drop" leaves such rows out'
         )
     if blank:
@@ -124,7 +124,7 @@ def hash_tasks(tasks: Sequence[Task]) -> str:
 
 
 def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> Iterator[Row]:
-    """Rows of a Hugging Face data set, as they are asked for; ``advice`` ends every message.
+    """Rows of a Hugging Face data set, read lazily; ``advice`` ends every message.
 
     Raises ToolUnavailable without the package ``datasets``, and DataError when the data set cannot be loaded.
     """
@@ -144,7 +144,7 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
             record = next(records)
         except StopIteration:
             return
-        except Exception as error:  # a broken shard shows where it is read
+        except Exception as error:  # a broken shard fails when it is read
             raise _unloadable(name, error, advice) from error
         yield Row(location=f"{name}:row {index}", values=record)
 
@@ -155,7 +155,7 @@ def _unloadable(name: str, error: Exception, advice: str) -> DataError:
 
 
 def answer_column(row: Row, column: str) -> str:
-    """``answers`` where a row lacks the column ``answer`` and has that one, else the named column."""
+    """``answers`` if a row has this column and lacks ``answer``; else the named column."""
     is_other = (
         column == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
     )
@@ -167,7 +167,7 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
         value = str(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(
-            f"{row.location}: column {config.answer!r} must hold text or numbers, got {value!r}"[:300]
+            f"{row.location}: column {config.answer!r} must contain text or numbers, got {value!r}"[:300]
         )
     text = "" if isinstance(value, float) and not math.isfinite(value) else str(value)  # a missing number
     if config.answer_after is not None:
@@ -179,11 +179,11 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
     return text.strip()
 
 
-# One question, one reply, no tools: what an evaluation plays that only wants an answer.
+# One question, one reply, no tools: episodes of evaluations without an environment.
 
 
 class QuestionEnvironment:
-    """Asks once. The return is 0 whatever is said: whoever plays it grades the reply.
+    """One question and one reply. The return is always 0, because the evaluation grades the reply.
 
     ``extract`` takes the answer out of a reply; a reply without one is invalid.
     """
@@ -205,11 +205,11 @@ class QuestionEnvironment:
         return EpisodeResult(episode_return=0.0, success=False)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class QuestionFactory:
-    """Makes environments; ``prompt`` gives the messages of a task."""
+    """Makes environments; ``prompt`` returns the messages of a task."""
 
     def __init__(self, *, prompt: Callable[[Task], Sequence[Message]], extract: Callable[[str], str]) -> None:
         self._prompt = prompt

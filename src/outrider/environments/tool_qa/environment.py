@@ -80,7 +80,7 @@ class EpisodeConfig(EnvironmentSettings):
 
     @property
     def calls_tools(self) -> bool:
-        """They are there to be called."""
+        """True: these tasks are made for tools."""
         return True
 
 
@@ -102,8 +102,10 @@ def validate_tools(tools: Sequence[ToolName]) -> None:
 
 
 def tool_tags(tools: Sequence[ToolName]) -> tuple[str, ...]:
-    """Tag names, in the recipe's order; a server is asked for its own. Raises ConfigError for one that occurs
-    twice or is no tag, ToolUnavailable where a server cannot be asked.
+    """Tag names in the recipe's order, including those that servers report.
+
+    Raises ConfigError for a name that occurs twice or is no tag, and ToolUnavailable if a server does not
+    answer.
     """
     names: list[str] = []
     try:
@@ -128,7 +130,7 @@ def _require_tags(names: Sequence[str]) -> None:
 
 
 def load_tools(tools: Sequence[ToolName], environment: EnvironmentSettings) -> list[Tool]:
-    """The tools themselves, for an environment with these settings. Raises ToolUnavailable or DataError where
+    """The tools themselves, for an environment with these settings. Raises ToolUnavailable or DataError if
     one cannot work here; none is left open then.
     """
     loaded: list[Tool] = []
@@ -151,13 +153,13 @@ def plugin_name(tool: str | Settings) -> str:
 
 
 def usage(tool: type) -> str:
-    """The line of a tool's class for the system prompt; a plain one where it has none."""
+    """The line of a tool's class for the system prompt; a default one if it has none."""
     name = getattr(tool, "name", "")
     return str(getattr(tool, "usage", f"Write <{name}>input</{name}> to use {name}."))
 
 
 def usages(tools: Sequence[ToolName]) -> list[str]:
-    """The lines of all tools, in the recipe's order; a server is asked for its own."""
+    """The lines of all tools in the recipe's order, including those that servers report."""
     return [line for entry in tools for line in _lines(entry).values()]
 
 
@@ -221,7 +223,7 @@ class ToolsConfig(EpisodeConfig):
     corpus: Path | None = None
     """Passages to search: JSONL or Parquet with the columns id, title, text. Needed by the tool search."""
     pages: Path | None = None
-    """Pages that the tool browser opens: JSONL or Parquet with ``title``, ``text`` and, where they have any,
+    """Pages that the tool browser opens: JSONL or Parquet with ``title``, ``text`` and optionally
     ``url`` and ``id``. None takes the corpus. Rows of one url (without urls: of one title) are one page.
     """
     search: SearchConfig = SearchConfig()
@@ -253,7 +255,7 @@ class ToolsConfig(EpisodeConfig):
         return tool_tags(self.tools)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Python runs so many calls at a time, and other tools say themselves; the others wait."""
+        """The Python tool runs a limited number of calls at a time; other tools report their own time."""
         own = waiting_s(self.tools, num_concurrent)
         if "python" not in self.tools:
             return own

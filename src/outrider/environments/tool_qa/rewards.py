@@ -41,7 +41,7 @@ _LOOK_ALIKE = re.compile(r"<(?=[/|\uff5c]?[A-Za-z_][\w|\uff5c\u2581.-]*\s*>|[|\u
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The policy asks for a tool; ``argument`` is stripped and not empty."""
+    """A tool call; ``argument`` is stripped and not empty."""
 
     tool: str
     argument: str
@@ -72,7 +72,7 @@ Action: TypeAlias = Call | Answer | Malformed | NoAction
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One policy turn and what the environment did with it. ``executed_tool`` names a tool that really ran;
-    ``result`` is what was inserted after the turn (a refusal or complaint too), None where nothing was.
+    ``result`` is the text inserted after the turn (also a refusal or complaint); None for none.
     """
 
     text: str
@@ -81,7 +81,7 @@ class Turn:
 
 
 def stop_strings(tools: Sequence[str]) -> tuple[str, ...]:
-    """The strings that end a policy turn, kept in its text."""
+    """The strings that end a policy turn; they stay in its text."""
     return tuple(f"</{name}>" for name in (*tools, ANSWER))
 
 
@@ -123,9 +123,9 @@ def format_fault(
 ) -> str | None:
     """Why the episode's format is bad, or None when it is good (ARPO eq. 8).
 
-    Good means: think tags open and close in turn (at least once where required), no result tag in the
+    Good means: think tags open and close in turn (at least once if required), no result tag in the
     policy's text, tool tags paired and each call followed by a result, exactly one answer, in the last turn,
-    with a closed box where required.
+    with a closed box if required.
     """
     text = "".join(turn.text for turn in turns)
     if (fault := _think_fault(text, required=require_think)) is not None:
@@ -213,7 +213,7 @@ _LATEX: Final = re.compile(r"\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{([^{}]*)\
 
 
 class JudgeSettings(Settings):
-    """The judge's endpoint and how it is asked."""
+    """The judge's endpoint and its requests."""
 
     endpoint: EndpointSettings
     rule: Rule = "strict"
@@ -224,14 +224,14 @@ class JudgeSettings(Settings):
     """Of one reply."""
     temperature: float = Field(0.0, ge=0)
     max_asks: int = Field(2, ge=1)
-    """Times that a reply without a verdict is asked for; the endpoint's own retries come on top."""
+    """Number of requests until a reply has a verdict, in addition to the endpoint's own retries."""
     max_prediction_chars: int = Field(2000, ge=1)
     """A longer prediction is cut for the judge, with a mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """``is_correct`` is None when there is no verdict; ``fault`` then says why. ``num_requests`` 0: decided
+    """``is_correct`` is None without a verdict; ``fault`` is then the reason. ``num_requests`` 0: decided
     without the judge.
     """
 
@@ -243,7 +243,7 @@ class Judgement:
 
 
 def discover_judge(settings: JudgeSettings) -> "Judge":
-    """The judge, asked once what it serves: a wrong address or key shows before anything is graded."""
+    """The judge of the settings. Requests its model list, to find a wrong address or key early."""
     endpoint = ChatEndpoint(settings.endpoint).discovered()
     return Judge(settings.model_copy(update={"endpoint": endpoint}))
 
@@ -259,7 +259,7 @@ class Judge:
         """The verdict on one prediction; ``key`` (task and sample) names its random stream.
 
         Thoughts are no part of a prediction. A blank one is wrong and one that matches an answer as text is
-        correct, both without asking. An endpoint that gives up makes a judgement with a fault. Raises
+        correct, both without a request. If the endpoint fails, the judgement has a fault. Raises
         ModelError when the endpoint will never answer (wrong key or address).
         """
         prediction = without_thoughts(prediction)
@@ -297,7 +297,7 @@ class Judge:
             ]
         return Judgement(
             is_correct=None, num_requests=self.settings.max_asks, num_tokens=num_tokens, reply=reply,
-            fault=f"{self.settings.max_asks} replies of the judge held no verdict",
+            fault=f"{self.settings.max_asks} replies of the judge contained no verdict",
         )  # fmt: skip
 
     def _matches(self, prediction: str, answers: Sequence[str]) -> bool:
@@ -379,7 +379,7 @@ def _json_verdict(text: str) -> bool | None:
     return verdicts.pop() if len(verdicts) == 1 else None
 
 
-# A judge in the reward: right or wrong is what a model behind an endpoint says of the answer.
+# A judge in the reward: a model behind an endpoint decides whether the answer is correct.
 #
 # Source: ARPO (arXiv 2507.19849), section 4.1, and RAPO (arXiv 2603.03078) score open answers by a judge; the
 # verdict is that of :mod:`outrider.environments.tool_qa.rewards`.
@@ -389,14 +389,14 @@ _CACHE_SIZE: Final = 65_536
 
 
 class RewardJudgeEndpoint(EndpointSettings):
-    """The judge's chat server. Less patience than elsewhere: it answers within an episode's last step."""
+    """The judge's chat server. The limits are short: it answers within an episode's last step."""
 
     timeout_s: float = Field(20.0, gt=0)
     max_retries: int = Field(1, ge=0)
 
 
 class RewardJudgeSettings(JudgeSettings):
-    """The judge of the reward ``judge``: its endpoint and how it is asked."""
+    """The judge of the reward ``judge``: its endpoint and its requests."""
 
     endpoint: RewardJudgeEndpoint
 
@@ -404,8 +404,8 @@ class RewardJudgeSettings(JudgeSettings):
 class RewardJudge:
     """Verdicts on answers, for all episodes of a run; safe to use from several threads.
 
-    Every answer to a task is asked about once, so that equal answers get equal rewards, whatever the server
-    draws.
+    Every answer to a task is judged once, so that equal answers get equal rewards, whatever the server
+    samples.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -413,14 +413,14 @@ class RewardJudge:
         self._verdicts: SingleFlightCache[bool] = SingleFlightCache(_CACHE_SIZE)
 
     def is_correct(self, task: Task, prediction: str) -> bool:
-        """The verdict on one answer. Raises ToolFault where there is none: it is never counted as wrong."""
+        """The verdict on one answer. Raises ToolFault without a verdict: that never counts as wrong."""
         accepted = "\n".join((task.question, *task.answers))
         return self._verdicts.get(
             (task.key, accepted, prediction), lambda: self._judge_answer(task, prediction)
         )
 
     def _judge_answer(self, task: Task, prediction: str) -> bool:
-        # what is asked names the random stream, and not who asks first
+        # The random stream is named by the answer, not by the episode that is judged first.
         digest = hashlib.sha256(prediction.encode("utf-8", "surrogatepass")).hexdigest()
         try:
             judgement = self._judge.judge(task.question, task.answers, prediction, key=f"{task.key}/{digest}")
@@ -432,7 +432,7 @@ class RewardJudge:
 
 
 def make_reward_judge(settings: RewardJudgeSettings | None) -> RewardJudge | None:
-    """The judge that a reward names; raises ToolUnavailable where its server does not answer."""
+    """The judge that a reward names; raises ToolUnavailable if its server does not answer."""
     if settings is None:
         return None
     try:
@@ -443,7 +443,7 @@ def make_reward_judge(settings: RewardJudgeSettings | None) -> RewardJudge | Non
 
 Judged: TypeAlias = Callable[[str], float | None]
 """Correctness in [0, 1] of a prediction by a judge (0 or 1) or by the tasks' own verifier, where 1 is
-correct; None where a verifier could not decide. Raises what a judge raises.
+correct; None if a verifier could not decide. Raises what a judge raises.
 """
 
 
@@ -452,7 +452,7 @@ class RewardConfig(Settings):
 
     answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
-    what the judge says; or what the tasks' own verifier gives, in environments that have one.
+    the judge's verdict; or the score of the tasks' own verifier, in environments that have one.
     """
     judge: RewardJudgeSettings | None = None
     """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
@@ -461,7 +461,7 @@ class RewardConfig(Settings):
     require_think: bool = True
     """Whether at least one think block is part of the format."""
     require_boxed: bool = True
-    r"""Whether the answer must hold a closed ``\boxed{}``; without a box the answer tag's text counts."""
+    r"""Whether the answer must contain a closed ``\boxed{}``; without a box the answer tag's text counts."""
     multi_tool_bonus: float = Field(default=0.1, ge=0.0)
     """Added to a correctness above 0 when two different tools were executed (not: mentioned)."""
 
@@ -522,7 +522,7 @@ def score_answer(
     """Score what an episode answered, whose format has this ``fault``; ``num_tools`` different tools ran.
 
     Reward: ``format_penalty`` for a bad format; otherwise correctness in [0, 1], plus the bonus if it is
-    above 0. ``judged`` is asked for a good format alone.
+    above 0. ``judged`` is only called if the format is good.
     """
     prediction = without_thoughts(prediction)
     em = exact_match(prediction, answers)
@@ -552,7 +552,7 @@ def score_answer(
 
 @dataclass(frozen=True, slots=True)
 class _Graded:
-    """Correctness in [0, 1], where 1 is correct, and how many comparisons were left open."""
+    """Correctness in [0, 1], where 1 is correct, and the number of undecided comparisons."""
 
     correctness: float
     num_undecided: int = 0

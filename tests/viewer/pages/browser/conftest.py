@@ -43,7 +43,7 @@ def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         page = context.new_page()
         origin = address.split("/", 3)[2]
-        page.on("console", lambda told: problems.append(told.text) if told.type == "error" else None)
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: problems.append(f"a dialog: {dialog.message}"))
         page.on("request", lambda one: problems.append(one.url) if _is_foreign(one.url, origin) else None)

@@ -179,8 +179,8 @@ def test_a_bundle_shows_the_same_without_our_server(
 
 def _lines(page: Any) -> list[str]:
     """What is read there; only a server finds nearest neighbours."""
-    told = [line.strip() for line in page.inner_text("main").splitlines()]
-    return [line for line in told if line and not line.startswith("Nearest ")]
+    lines = [line.strip() for line in page.inner_text("main").splitlines()]
+    return [line for line in lines if line and not line.startswith("Nearest ")]
 
 
 def test_a_bundle_filters_and_searches_by_itself(served: Served, bundled: str, open_page: At) -> None:

@@ -19,8 +19,8 @@ def test_runs_show_status_method_task_score_tokens_and_alarm(several: Served, op
     page = open_page(several.address)
     page.wait_for_selector("tbody tr:nth-child(3)")
     first = page.locator("tbody tr").first.inner_text()
-    for told in ("finished", "combined", "tools", "%", "3 / 3", "ALARM"):
-        assert told in first
+    for text in ("finished", "combined", "tools", "%", "3 / 3", "ALARM"):
+        assert text in first
     compare = page.get_by_role("link", name="Compare the chosen")
     assert page.locator("a.button").get_attribute("href") is None
     page.get_by_label("choose rapo").check()
@@ -113,8 +113,8 @@ def test_a_group_shows_splices_by_origin_and_the_advantage_of_each_leaf(served: 
     group = served.data("group", where=row["where"], trace=row["trace_id"])
     for one in group["rollouts"]:
         leaf = page.locator(f'[data-leaf="{one["rollout"]}"]').inner_text()
-        told = "–" if one["advantage"] is None else f"{abs(one['advantage']):.3g}"
-        assert f"advantage {told}" in leaf.replace("+", "").replace("-", "")
+        text = "–" if one["advantage"] is None else f"{abs(one['advantage']):.3g}"
+        assert f"advantage {text}" in leaf.replace("+", "").replace("-", "")
     tips = row_with(served, kind="tips")
     page = at(f"group/{place(tips)}")
     assert re.search(
@@ -166,9 +166,9 @@ def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, recorde
         assert not any("none" in look for look in looks[name])
     assert looks["entropy"] != looks["advantage"]
     pre.locator(".t").first.hover()
-    told = page.locator(f'.turn[data-node="{first}"] .reading').inner_text()
-    assert all(name in told for name in ("entropy", "log-prob", "advantage", "ratio", "gap"))
-    assert f"{tokens[first]['entropies'][0]:.3g}"[:4] in told
+    text = page.locator(f'.turn[data-node="{first}"] .reading').inner_text()
+    assert all(name in text for name in ("entropy", "log-prob", "advantage", "ratio", "gap"))
+    assert f"{tokens[first]['entropies'][0]:.3g}"[:4] in text
     page.get_by_role("button", name="Copy as JSON").click()
     until(page, "document.getElementById('told').textContent === 'copied as JSON'")
     copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
@@ -212,11 +212,11 @@ def test_what_if_shows_siblings_without_the_splice_and_the_differences(served: S
     assert len(shown) >= 3 and shown[0] == f"{row['rollout']} (with)" and shown[-1].startswith("mean of")
     for entry, name in zip(rows[1:-1], shown[1:-1], strict=True):
         other = siblings[int(name)]["episode_return"]
-        told = entry.locator("td").nth(2).inner_text()
+        text = entry.locator("td").nth(2).inner_text()
         if other is None or row["episode_return"] is None:
-            assert told == "–"
+            assert text == "–"
         else:
-            assert float(told) == row["episode_return"] - other
+            assert float(text) == row["episode_return"] - other
         assert re.fullmatch(r"[+-]?[\d.e-]+", entry.locator("td").nth(3).inner_text())
 
 
