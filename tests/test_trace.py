@@ -77,7 +77,7 @@ def test_an_unknown_parent_is_refused(parent: int) -> None:
 def test_only_faults_have_no_return(outcome: Outcome) -> None:
     wrong, right = (1.0, None) if outcome.is_fault else (None, 1.0)
     tree = trace()
-    with pytest.raises(ValueError, match="a fault has none"):
+    with pytest.raises(ValueError, match="only faults have no return"):
         tree.finish(leaf(0, None, outcome, wrong))
     assert tree.leaves == {}
     tree.finish(leaf(0, None, outcome, right))

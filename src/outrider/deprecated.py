@@ -88,7 +88,7 @@ def warn_old_environment(cls: type) -> None:
     if hasattr(cls, "make") and not hasattr(cls, "build") and not is_ours:
         warnings.warn(
             f"{cls.__module__}:{cls.__qualname__} is an environment in the old form (tasks, make, expert, "
-            "close), which goes with the next version: derive one class from outrider.Environment "
+            "close), which the next version does not support: derive one class from outrider.Environment "
             "(docs/plugins.md)",
             FutureWarning,
             stacklevel=2,
@@ -97,7 +97,7 @@ def warn_old_environment(cls: type) -> None:
 
 def warn(old: str, new: str) -> None:
     """Warn that a name changed."""
-    warnings.warn(f"{old} is now {new}; the old name goes with the next version", FutureWarning, stacklevel=4)
+    warnings.warn(f"{old} is now {new}; the next version removes the old name", FutureWarning, stacklevel=4)
 
 
 class _MovedModules(MetaPathFinder, Loader):

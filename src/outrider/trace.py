@@ -161,7 +161,9 @@ class Trace:
         if parent is not None and not 0 <= parent < len(self.nodes):
             raise ValueError(f"parent {parent} is not in the trace")
         if node.restarts and (parent is None or node.receives_advantages):
-            raise ValueError("a context begins anew behind other nodes, with what the policy did not write")
+            raise ValueError(
+                "a new context needs a parent and must start with a node that the policy did not write"
+            )
         self.nodes.append(node)
         return node
 
@@ -171,8 +173,7 @@ class Trace:
             raise ValueError(f"rollout {leaf.rollout} already ended as {self.leaves[leaf.rollout].outcome}")
         if leaf.outcome.is_fault != (leaf.episode_return is None):
             raise ValueError(
-                f"outcome {leaf.outcome} with return {leaf.episode_return}: "
-                "a fault has none, all else has one"
+                f"outcome {leaf.outcome} with return {leaf.episode_return}: only faults have no return"
             )
         self.leaves[leaf.rollout] = leaf
 

@@ -7,7 +7,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FILES = {file.name: file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")}
+FILES: dict[str, str] = {}
+for file in (ROOT / "tests").rglob("test_*.py"):  # several folders may have a file of one name
+    FILES[file.name] = FILES.get(file.name, "") + file.read_text(encoding="utf-8")
 NAMES = {name for text in FILES.values() for name in re.findall(r"def (test_\w+)", text)}
 
 

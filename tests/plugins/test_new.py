@@ -79,10 +79,10 @@ def test_a_new_package_works_at_once(kind: str, name: str, played: tuple[Path, d
     ("name", "output"),
     [
         ("House", "cannot be the name"),
-        ("house", "is built in"),
+        ("house", "is a built-in name"),
         ("a b", "cannot be the name"),
-        ("json", "there is a module 'json' already"),
-        ("class", "is a word of Python"),
+        ("json", "the module 'json' exists already"),
+        ("class", "is a keyword of Python"),
         ("taken", "taken is not empty"),
         ("a-", "cannot be the name"),
     ],

@@ -295,10 +295,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Bytes of a layout. ``rank``: of one trainer rank by purpose; ``trainer_gpu`` and ``engine_gpu``: all of
-    such a GPU without keys and values (the same if both are one; on a CPU both are the sum of all processes);
-    ``episodes``: how many of the longest ones an engine has room for at a time; ``engine_share``: the share
-    of a GPU that vLLM uses (``engine.memory``), None for an engine that takes what the trainer leaves.
+    """Bytes of a layout.
+
+    Attributes:
+        rank: bytes of one trainer rank by purpose.
+        trainer_gpu: bytes of a trainer's GPU without keys and values (on a CPU, the sum of all processes).
+        engine_gpu: the same of an engine's GPU; equal if both are one GPU.
+        episodes: number of concurrent episodes of the maximum length per engine.
+        engine_share: the share of a GPU that vLLM uses (``engine.memory``), None for an engine that uses the
+            memory that the trainer leaves.
     """
 
     layout: Layout

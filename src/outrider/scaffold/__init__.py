@@ -24,28 +24,30 @@ _KINDS: Final[Mapping[str, Kind]] = {
     "functions": "tools",
     "algorithm": "algorithms",
 }
-_UNREGISTERED_KINDS: Final = ("gym", "agent")  # no plug-ins: environments that built-in ones are told to play
+_UNREGISTERED_KINDS: Final = ("gym", "agent")  # no plug-ins, but settings of built-in environments
 _NEEDS: Final[Mapping[str, str]] = {"agent": ', "openai"'}
 _QUESTIONS: Final = {"tool": "questions.j2", "functions": "questions.j2", "agent": "questions_agent.j2"}
-_FUNCTION: Final = "count_words"  # of the functions the one that the package's short name stands for
+_FUNCTION: Final = "count_words"  # the function that the short name of the package selects
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
 def write_package(kind: str, name: str, folder: Path | None = None) -> int:
-    """Write the package into a new folder and say what comes next. Raises ConfigError, before anything is
-    written, for a name that cannot be one or is taken, and for a folder that is not empty."""
+    """Write the package into a new folder and print the next commands.
+
+    Raises ConfigError, before writing any file, if the name is invalid or taken, or the folder is not empty.
+    """
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r} cannot be the name of a plug-in: lower-case words, joined by - or _")
     if name in BUILT_IN[_KINDS[kind]]:
-        raise ConfigError(f"{name!r} is built in: take another name")
+        raise ConfigError(f"{name!r} is a built-in name: choose another one")
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is not empty: nothing is overwritten")
+        raise ConfigError(f"{folder} is not empty: choose a new folder")
     package = name.replace("-", "_")
     if keyword.iskeyword(package):
-        raise ConfigError(f"{name!r} is a word of Python: take another name")
+        raise ConfigError(f"{name!r} is a keyword of Python: choose another name")
     if importlib.util.find_spec(package) is not None:
-        raise ConfigError(f"there is a module {package!r} already: take another name")
+        raise ConfigError(f"the module {package!r} exists already: choose another name")
     files = render(kind, name=name, package=package, folder=folder)
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +62,7 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
 
 
 def render(kind: str, *, name: str, package: str, folder: Path) -> dict[str, str]:
-    """Text by path below the package's folder."""
+    """Return the texts of the files by their paths in the package."""
     words = [word for word in re.split(r"[-_]", name) if word]
     values = {
         "name": name,
