@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from benchmarks.soak_measure import descendants
 from outrider.engines.base import Engine, Generation, Request
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.environment import EnvironmentEpisode, EpisodeFactory
+from outrider.environments.base import EnvironmentEpisode, EpisodeFactory, EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.types import Message, Task
 

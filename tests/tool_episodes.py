@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.environments.environment import EpisodeFactory
+from outrider.environments.base import EpisodeFactory
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment, ToolResources
 from outrider.tools.base import Tool
 

@@ -42,10 +42,10 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.engines.base import FinishReason as FinishReason
     from outrider.engines.base import Generation as Generation
     from outrider.engines.base import Request as Request
+    from outrider.environments.base import Environment as Environment
     from outrider.environments.base import EnvironmentSettings as EnvironmentSettings
     from outrider.environments.base import EpisodeResult as EpisodeResult
     from outrider.environments.base import StepResult as StepResult
-    from outrider.environments.environment import Environment as Environment
     from outrider.errors import ConfigError as ConfigError
     from outrider.errors import DataError as DataError
     from outrider.errors import EngineFault as EngineFault
@@ -104,8 +104,7 @@ _NAMES_BY_MODULE: Final = {
     "outrider.api": "compare evaluate evaluate_tasks load_run train",
     "outrider.config": "Settings",
     "outrider.engines.base": "Engine EngineContext EngineSettings FinishReason Generation Request",
-    "outrider.environments.base": "EnvironmentSettings EpisodeResult StepResult",
-    "outrider.environments.environment": "Environment",
+    "outrider.environments.base": "Environment EnvironmentSettings EpisodeResult StepResult",
     "outrider.errors": (
         "ConfigError DataError EngineFault EnvironmentFault InvalidResult ModelError "
         "NonFiniteResult OutriderError ToolFault ToolUnavailable"

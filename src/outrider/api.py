@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, load_settings, require_paths
-from outrider.environments.environment import Environment
+from outrider.environments.base import Environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.registry import Kind, substitute

@@ -27,6 +27,7 @@ from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.environments.base import (
     CopyableEnvironment,
     Env,
+    Environment,
     EnvironmentSettings,
     Episode,
     EpisodeResult,
@@ -36,7 +37,6 @@ from outrider.environments.base import (
     open_episode,
     split_tasks,
 )
-from outrider.environments.environment import Environment
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import read_settings

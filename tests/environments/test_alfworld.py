@@ -30,8 +30,15 @@ from outrider.environments.alfworld.made_games import (
     tables,
 )
 from outrider.environments.alfworld.play import OfflineGame
-from outrider.environments.base import SPLITS, CopyableEnvironment, Env, StepResult, make_task_set
-from outrider.environments.environment import EnvironmentEpisode, EnvironmentTaskSet
+from outrider.environments.base import (
+    SPLITS,
+    CopyableEnvironment,
+    Env,
+    EnvironmentEpisode,
+    EnvironmentTaskSet,
+    StepResult,
+    make_task_set,
+)
 from outrider.environments.text_games import Game
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError

@@ -10,12 +10,12 @@ import pytest
 
 from outrider.environments.base import (
     CopyableEnvironment,
+    Environment,
     EnvironmentSettings,
     Episode,
     EpisodeResult,
     StepResult,
 )
-from outrider.environments.environment import Environment
 from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment

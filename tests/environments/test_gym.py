@@ -14,8 +14,12 @@ from pydantic import ValidationError
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs the extra gym")
 
-from outrider.environments.base import CopyableEnvironment, EpisodeResult, StepResult  # noqa: E402
-from outrider.environments.environment import EnvironmentEpisode  # noqa: E402
+from outrider.environments.base import (  # noqa: E402
+    CopyableEnvironment,
+    EnvironmentEpisode,  # noqa: E402
+    EpisodeResult,
+    StepResult,
+)
 from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
 from outrider.environments.gym.making import (  # noqa: E402
     GymConfig,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.base import Episode, StepResult, is_inline, observation_roles
-from outrider.environments.environment import EnvironmentEpisode
+from outrider.environments.base import EnvironmentEpisode, Episode, StepResult, is_inline, observation_roles
 from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,

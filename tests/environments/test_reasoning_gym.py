@@ -10,8 +10,7 @@ from pydantic import ValidationError
 
 pytest.importorskip("reasoning_gym", reason="needs the extra reasoning-gym")
 
-from outrider.environments.base import Env, TaskSet  # noqa: E402
-from outrider.environments.environment import EpisodeFactory
+from outrider.environments.base import Env, EpisodeFactory, TaskSet  # noqa: E402
 from outrider.environments.reasoning_gym import environment as reasoning_gym
 from outrider.environments.reasoning_gym.environment import (
     ReasoningGymConfig,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.environment import EnvironmentEpisode, EpisodeFactory
+from outrider.environments.base import EnvironmentEpisode, EpisodeFactory
 from outrider.environments.tool_qa.environment import EpisodeConfig
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ToolFault, ToolUnavailable

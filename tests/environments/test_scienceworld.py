@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import Env, StepResult, TaskSet
-from outrider.environments.environment import EnvironmentEpisode, EnvironmentTaskSet
+from outrider.environments.base import Env, EnvironmentEpisode, EnvironmentTaskSet, StepResult, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool

@@ -23,12 +23,12 @@ from pydantic import ValidationError
 from outrider.environments.base import (
     CopyableEnvironment,
     Env,
+    EnvironmentEpisode,
     EnvironmentFactory,
     Split,
     StepResult,
     TaskSet,
 )
-from outrider.environments.environment import EnvironmentEpisode
 from outrider.environments.text_games import Reply
 from outrider.environments.textworld import games as textworld_games
 from outrider.environments.textworld.environment import (

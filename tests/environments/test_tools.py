@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import StepResult, TaskSet
-from outrider.environments.environment import EnvironmentEpisode
+from outrider.environments.base import EnvironmentEpisode, StepResult, TaskSet
 from outrider.environments.tool_qa.environment import (
     OVER_LIMIT,
     REPEATED,

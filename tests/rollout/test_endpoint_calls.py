@@ -15,8 +15,7 @@ from outrider.engines.chat import (
     served_calls,
     wire_messages,
 )
-from outrider.environments.base import Episode
-from outrider.environments.environment import EpisodeFactory
+from outrider.environments.base import Episode, EpisodeFactory
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.rollout.endpoint import Collected, Collector, endpoint_turn
 from outrider.rollout.settings import Limits

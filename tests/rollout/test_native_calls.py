@@ -10,7 +10,7 @@ import pytest
 from outrider.engines.base import Request
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.environment import EpisodeFactory
+from outrider.environments.base import EpisodeFactory
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolsConfig
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.endpoint import Collector

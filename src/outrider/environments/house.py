@@ -15,13 +15,13 @@ from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.environments.base import (
+    Environment,
     EnvironmentSettings,
     StepResult,
     known_split,
     require_tasks,
     split_size,
 )
-from outrider.environments.environment import Environment
 from outrider.environments.text_games import STOP, parse_action, render_action
 from outrider.errors import ConfigError
 from outrider.seeding import stream

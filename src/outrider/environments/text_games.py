@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol, Self
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.environment import Environment
+from outrider.environments.base import Environment, EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault
 from outrider.types import Step, Task
 

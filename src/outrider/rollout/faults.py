@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
-from outrider.environments.environment import EnvironmentEpisode
+from outrider.environments.base import EnvironmentEpisode
 from outrider.errors import (
     ConfigError,
     EngineFault,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outrider.environments.environment import EnvironmentTaskSet
+from outrider.environments.base import EnvironmentTaskSet
 from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig, system_prompt
 from outrider.errors import ToolUnavailable
 from outrider.testing import check_tool

@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, Final, Self
 
-from outrider.environments.base import EpisodeResult, StepResult
-from outrider.environments.environment import Environment
+from outrider.environments.base import Environment, EpisodeResult, StepResult
 from outrider.environments.gym.making import (
     GymConfig,
     IsolatedRandom,

@@ -17,8 +17,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split
-from outrider.environments.environment import Environment
+from outrider.environments.base import (
+    Environment,
+    EnvironmentSettings,
+    EpisodeResult,
+    StepResult,
+    known_split,
+)
 from outrider.environments.scienceworld import tasks as texts
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, SimulatorPool
 from outrider.environments.text_games import STOP, parse_action, play_commands, render_valid_actions

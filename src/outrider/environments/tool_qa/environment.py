@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult
-from outrider.environments.environment import Environment
+from outrider.environments.base import Environment, EnvironmentSettings, EpisodeResult, StepResult
 from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.rewards import (
