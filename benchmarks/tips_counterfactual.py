@@ -102,7 +102,7 @@ class Play:
     def run(self) -> dict[str, Any]:
         """Return scores by line and task, and the number of tips."""
         others: dict[str, Any] = {
-            "embedder": self.embedder, "num_tokens": self.parts.renderer.count_tokens,
+            "embedder": self.embedder, "count_tokens": self.parts.renderer.count_tokens,
             "seed": self.parts.settings.seed
         }  # fmt: skip
         writer = TipHook(self.memory, **others)

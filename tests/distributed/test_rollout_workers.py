@@ -209,6 +209,8 @@ def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path)
     (tmp_path / "beside_recipe.py").write_text(
         "from outrider.engines.base import EngineSettings\n"
         "class Mine:\n    class Settings(EngineSettings):\n        size: int = 3\n"
+        "    def generate(self, requests): ...\n    def release(self, cache_keys): ...\n"
+        "    def free_cache(self): ...\n    def load(self, version): ...\n"
     )
     (tmp_path / "recipe.toml").write_text(
         '[environment]\ntype = "factbook"\n[algorithm]\ntype = "grpo"\n'

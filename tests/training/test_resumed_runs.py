@@ -274,10 +274,10 @@ def test_a_dry_run_of_a_resumed_run_prints_its_settings_and_trains_nothing(
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (("eval", "--run", "r", "--method", "reflexion"), "--method goes with --adapt"),
+        (("eval", "--run", "r", "--method", "reflexion"), "--method needs --adapt"),
         (
             ("buffer", "build", "--out", "b.sqlite", "--endpoint-model", "m"),
-            "--endpoint-model goes with --endpoint",
+            "--endpoint-model needs --endpoint",
         ),
     ],
 )
