@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 from docsite.demo_curve import curves
+from docsite.method_pictures import FOLDER, METHODS
+from docsite.method_pictures import picture as method_picture
 from docsite.picture import picture
 from docsite.reference import cli_page, settings_page
 from docsite.tiny_trace import play
@@ -74,3 +76,10 @@ def test_the_reference_has_all_settings_and_commands() -> None:
         "replay",
     ):
         assert f"`outrider {name}`" in commands
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_pictures_of_methods_are_those_of_the_script(name: str) -> None:
+    drawn = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    assert drawn == method_picture(METHODS[name]), "run: python -m docsite.method_pictures"
+    ElementTree.fromstring(drawn)
