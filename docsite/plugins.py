@@ -35,7 +35,7 @@ _OF_KIND: Final[Mapping[Kind, str]] = {
 }
 # The page of the kind or of the algorithm; a broken link fails the build.
 _ELSEWHERE: Final[Mapping[str, str]] = {
-    "reinforce++": "../algorithms/objectives.md#credit",
+    "reinforce++": "../algorithms/objectives.md#advantages",
     "rejection": "../algorithms/objectives.md#rejection-sampling-and-fine-tuning",
     "factbook": "../environments.md#factbook-tasks",
     "webshop": "../environments.md#webshop",
