@@ -39,7 +39,6 @@ NAMES: Final[Mapping[str, str]] = {
     "GroupCredit": "GroupAdvantages",
     "write_credit": "write_advantages",
     "assign_advantages": "write_advantages",
-    "Environment": "Env",
     "TaskFamily": "TaskSet",
     "FoundCalls": "ParsedCalls",
     "LimitedForm": "CallFormat",

@@ -60,7 +60,7 @@ from outrider.memory.embedder import HashEmbedder
 from outrider.algorithms.common.loss_settings import LossSettings
 import outrider.algorithms.base as new, outrider.environments.base as environments
 assert Algorithm is new.Algorithm and GroupCredit is new.GroupAdvantages
-assert TaskFamily is environments.TaskSet and environments.Environment is environments.Env
+assert TaskFamily is environments.TaskSet
 assert FoundCalls is same and write_credit is new.write_advantages
 warnings.simplefilter("error")
 try:

@@ -147,10 +147,10 @@ def test_every_trained_token_is_computed_behind_the_context_that_it_was_sampled_
 
 def test_what_the_policy_wrote_and_a_prompt_begin_no_context() -> None:
     trace = Trace(task=Task(key="t", question=""))
-    with pytest.raises(ValueError, match="begins anew"):
+    with pytest.raises(ValueError, match="a new context"):
         other(trace, None, (1,), restarts=True)
     root = other(trace, None, (1,))
-    with pytest.raises(ValueError, match="begins anew"):
+    with pytest.raises(ValueError, match="a new context"):
         trace.append(parent=root.node_id, origin=Origin.POLICY, token_ids=(1,), message=TEXT,
                      logprobs=(0.0,), entropies=(0.0,), restarts=True)  # fmt: skip
 
