@@ -254,20 +254,6 @@ def test_the_help_of_buffer_lists_all_its_actions(capsys: pytest.CaptureFixture[
     assert {"build", "import", "stats", "query"} <= set(listed)
 
 
-def test_the_readme_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    commands = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert {"train", "init"} <= set(commands)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [
-        name
-        for name in commands
-        if f"\noutrider {name} " not in readme and f"\noutrider {name}\n" not in readme
-    ] == []
-
-
 def test_a_key_with_the_name_of_a_type() -> None:
     """``environment.tools.tools`` is the tag and then the key."""
     tree = {"algorithm": {"type": "grpo"}, "environment": {"type": "tools", "tools": "search"}}
