@@ -277,7 +277,7 @@ ARPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
 class ArpoSettings(BranchSettings, ExplorationSettings):
     """ARPO and AEPO: up to ``group_size`` M rollouts per prompt. ``entropy_advantage`` is the weight a of
     AEPO's advantage. ``preset`` sets the defaults of all keys that you leave out. Deviations from the papers:
-    docs/algorithms/arpo.md.
+    docs/algorithms/details/arpo.md.
     """
 
     flat = "branch"

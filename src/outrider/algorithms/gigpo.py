@@ -1,5 +1,5 @@
 """GiGPO (arXiv 2505.10978): an episode advantage, plus a step advantage among turns that acted on the same
-observation. Deviations: docs/algorithms/gigpo.md.
+observation. Deviations: docs/algorithms/details/others.md.
 
 Sequences over turns have one value per policy turn, rollout after rollout. All values are float64; sums are
 rounded once, so that no value depends on the order of the rollouts.

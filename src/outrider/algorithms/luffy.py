@@ -1,7 +1,7 @@
 """LUFFY (arXiv 2504.14945): a group of the policy's own rollouts and a demonstration, trained on together.
 
 The demonstration is replayed in the environment and gets the environment's return. The token losses are in
-:func:`outrider.algorithms.losses.luffy_per_token`; deviations are in docs/algorithms/luffy.md.
+:func:`outrider.algorithms.losses.luffy_per_token`; deviations are in docs/algorithms/details/others.md.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Tree-GRPO (arXiv 2509.21240): groups of trees, whose leaves are compared with the whole group and within
 their own tree.
 
-:mod:`outrider.rollout.branching` grows the trees; deviations are in docs/algorithms/tree_grpo.md.
+:mod:`outrider.rollout.branching` grows the trees; deviations are in docs/algorithms/details/others.md.
 """
 
 from collections.abc import Mapping, Sequence
