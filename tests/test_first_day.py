@@ -1,7 +1,6 @@
 """Errors of the first day: they appear at once, suggest a correction and leave no files."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -253,16 +252,6 @@ def test_the_help_of_buffer_lists_all_its_actions(capsys: pytest.CaptureFixture[
         main(["buffer", "--help"])
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
     assert {"build", "import", "stats", "query"} <= set(listed)
-
-
-def test_the_readme_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    commands = [line.split()[0] for line in lines if line.startswith("    ") and not line.startswith("     ")]
-    assert {"train", "init"} <= set(commands)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [name for name in commands if not re.search(rf"\boutrider {name}\b", readme)] == []
 
 
 def test_a_key_with_the_name_of_a_type() -> None:

@@ -221,7 +221,7 @@ def evaluate_tasks(
 ) -> int:
     """Evaluate on named task sets or the tasks of an environment (docs/evaluation.md).
 
-    Returns the exit status: 0 if all samples were scored.
+    Returns the exit status: 1 if no sample could be scored, else 0.
     """
     from outrider.engines.base import require_known_model
 

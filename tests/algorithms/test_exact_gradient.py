@@ -67,7 +67,7 @@ def test_leave_one_out_is_unbiased_and_centring_is_off_by_its_known_factor(
 
 
 def test_dividing_by_the_std_bends_the_gradient() -> None:
-    """The measured bias of GRPO, as the documentation quotes it (docs/algorithms/grpo.md)."""
+    """The measured bias of GRPO, as the documentation quotes it (docs/algorithms/details/grpo.md)."""
     uniform = [bias.make_tree(seed=0)]
     binary = [bias.make_tree(seed=0, success_share=0.25)]
     cosine, relative, rescaled = bias.measure(uniform, ROW["GRPO, token sum"], group_size=3)
@@ -83,7 +83,7 @@ def test_dividing_by_the_std_bends_the_gradient() -> None:
 
 @pytest.mark.parametrize(("row", "cosine"), [("token mean", 0.990174), ("sequence mean", 0.927701)])
 def test_means_over_lengths_bend_unbiased_credit(row: str, cosine: float) -> None:
-    """As docs/algorithms/grpo.md quotes it: ``token_mean`` has a length bias too, which falls with
+    """As docs/algorithms/details/grpo.md quotes it: ``token_mean`` has a length bias too, which falls with
     the group's size.
     """
     ragged = [bias.make_tree(seed=0, environment_nodes=bias.RAGGED_NODES)]

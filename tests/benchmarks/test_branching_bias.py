@@ -1,4 +1,4 @@
-"""The enumeration behind docs/algorithms/arpo.md, on a few of its trees."""
+"""The enumeration behind docs/algorithms/details/arpo.md, on a few of its trees."""
 
 import numpy as np
 import pytest

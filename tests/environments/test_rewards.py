@@ -153,7 +153,7 @@ def test_the_bonus_needs_two_executed_tools() -> None:
 @pytest.mark.parametrize("mode", ["f1", "em", "math"])
 @pytest.mark.parametrize("written", ["\\text{Paris}", "\\mathrm{Paris}", "\\textbf{ Paris }"])
 def test_an_answer_in_a_text_command_is_the_text(written: str, mode: str) -> None:
-    """docs/environments.md: the released reward compares the command's name too, and gives 0."""
+    """docs/tasks/tools_and_rewards.md: the released reward compares the command's name too, and gives 0."""
     config = RewardConfig.model_validate({"answer": mode})
     turns = [Turn(text=f"<think>t</think><answer>\\boxed{{{written}}}</answer>")]
     assert score_turns(turns, ("Paris",), TOOLS, config).reward == 1.0

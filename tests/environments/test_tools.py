@@ -164,7 +164,7 @@ def test_malformed_turns_are_explained_and_limited() -> None:
     ],
 )
 def test_a_closing_tag_in_a_thought_costs_the_reward(thought: str, reward: float) -> None:
-    """docs/environments.md: the turn ends at the tag, and an unpaired one gives
+    """docs/tasks/tools_and_rewards.md: the turn ends at the tag, and an unpaired one gives
     ``format_penalty``.
     """
     environment, tools = start(max_invalid=2)

@@ -2,7 +2,7 @@
 earlier steps.
 
 The token loss is :func:`outrider.algorithms.losses.replay_centred_per_token`; deviations are in
-docs/algorithms/rollout_replay.md.
+docs/algorithms/details/others.md.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Extracting an answer from a text and comparing it: boxes, normalisation, exact match, token F1.
 
 Source: ARPO (arXiv 2507.19849), section 3, and the behaviour of its released scoring code. If that behaviour
-equates different answers or separates equal ones, this code differs on purpose; ``docs/environments.md``
-lists every difference.
+equates different answers or separates equal ones, this code differs on purpose;
+``docs/tasks/tools_and_rewards.md`` lists every difference.
 """
 
 import html
