@@ -37,6 +37,7 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         help="run directories, the seeds of two configurations or more",
     )
     parser.add_argument("--by-task", action="store_true", help=argparse.SUPPRESS)  # until 0.4
+    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)  # of --by-task
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
     )

@@ -422,7 +422,7 @@ def read_recipe(pack: Path, name: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise PackError(f"{path} is malformed: {error}") from error
     for section in _sections(recipe):
-        for key in _PLUGIN_KEYS & section.keys():
+        for key in sorted(_PLUGIN_KEYS & section.keys()):
             for name in section[key] if isinstance(section[key], list) else [section[key]]:
                 if isinstance(name, str) and is_import_path(name):
                     raise PackError(
@@ -777,7 +777,7 @@ def _write(
         commands=tuple(commands),
     )
     _write_json(pack / TABLES, make_tables(pack, manifest))
-    manifest = manifest.model_copy(update={"files": _packed_files(pack)})
+    manifest = Manifest.model_validate(manifest.model_dump() | {"files": _packed_files(pack)})
     _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
     (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
     return manifest

@@ -231,6 +231,7 @@ def imitate_experts(
         raise DataError(
             f"no expert rollout solved its task: there is nothing to imitate (of {len(tasks)} tasks: "
             f"{reason_text or 'none has an expert'}); the rollouts are in rollouts/{EXPERTS_FILE}"
+            + (f"; {fault_line(lost)}" if lost else "")
         )
     paths = successful_paths(traces)
     reason_text = f"; the others: {reasons_line(failure_counts)}" if failure_counts else ""

@@ -91,23 +91,28 @@ def _run_search(passages: Literal["fields", "facts"], config: SearchConfig, quer
 
 
 @cache
-def _split_tasks(settings: FactbookConfig, split: Split) -> tuple[Task, ...]:
+def _split_tasks(
+    split: Split,
+    *,
+    hops: tuple[int, ...],
+    passages: Literal["fields", "facts"],
+    search: SearchConfig,
+    tuning: bool,
+    seed: int,
+    size: int | None,
+) -> tuple[Task, ...]:
     """The tasks of a split: the questions for which :func:`is_solved` holds."""
     questions = [
-        question
-        for question in build_questions(_book(), split, tuning=settings.tuning)
-        if len(question.hops) in settings.hops
+        question for question in build_questions(_book(), split, tuning=tuning) if len(question.hops) in hops
     ]
-    run = partial(_run_search, settings.passages, settings.search)
+    run = partial(_run_search, passages, search)
     solvable = [
         question for question in questions if is_solved([run(hop.query) for hop in question.hops], question)
     ]
     if not solvable:
-        raise DataError(
-            f"factbook: no question of {split!r} with hops {settings.hops} can be solved by its expert"
-        )
-    tasks = interleave([_task(question) for question in solvable], settings.seed)
-    return tuple(tasks[: split_size(settings, split)])
+        raise DataError(f"factbook: no question of {split!r} with hops {hops} can be solved by its expert")
+    tasks = interleave([_task(question) for question in solvable], seed)
+    return tuple(tasks[:size])
 
 
 class FactbookEnvironment(ToolEnvironment):
@@ -119,7 +124,17 @@ class FactbookEnvironment(ToolEnvironment):
     @classmethod
     def tasks(cls, settings: FactbookConfig, split: str) -> Sequence[Task]:
         """The tasks of a split. Raises DataError if data are missing or no question is left."""
-        return _split_tasks(settings, known_split(split, "factbook"))
+        # The settings as a whole have no hash: a judge's endpoint contains a dictionary.
+        known = known_split(split, "factbook")
+        return _split_tasks(
+            known,
+            hops=settings.hops,
+            passages=settings.passages,
+            search=settings.search,
+            tuning=settings.tuning,
+            seed=settings.seed,
+            size=split_size(settings, known),
+        )
 
     @classmethod
     def stop_strings(cls, settings: FactbookConfig) -> tuple[str, ...]:
