@@ -52,7 +52,7 @@ _LATENT: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A model family, and the additional settings of its tiny configuration."""
+    """A model family and the additional settings of its tiny configuration."""
 
     title: str
     model_type: str
@@ -66,7 +66,7 @@ class Architecture:
         return self.model_type in CONFIG_MAPPING
 
     def save(self, folder: Path) -> None:
-        """Return a model of random weights, large enough that its predictions depend on the context."""
+        """Save a model with random weights, large enough that its predictions depend on the context."""
         sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
         config = CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
         with torch.random.fork_rng(devices=[]):
@@ -78,7 +78,7 @@ class Architecture:
         character_tokenizer().save_pretrained(folder)
 
     def row(self, found: LanguageModel | ModelError, folder: Path) -> str:
-        """Its line of the page."""
+        """Return the table row of this architecture."""
         name = f"{self.title} | `{self.model_type}`"
         if isinstance(found, ModelError):
             return f"| {name} | refused | {str(found).replace(str(folder), 'NAME')} | |"
@@ -170,7 +170,7 @@ ARCHITECTURES: Final = (
 
 
 def load(architecture: Architecture, folder: Path) -> LanguageModel | ModelError:
-    """What a run gets that names the folder."""
+    """Load the model as a run does, and return the error if it is refused."""
     try:
         return load_model(str(folder), precision="float32", forward=architecture.forward)
     except ModelError as error:
@@ -178,7 +178,7 @@ def load(architecture: Architecture, folder: Path) -> LanguageModel | ModelError
 
 
 def rows() -> Iterator[str]:
-    """One an architecture that the installed transformers has."""
+    """Yield one table row per architecture of the installed transformers."""
     for architecture in ARCHITECTURES:
         if architecture.is_known:
             with tempfile.TemporaryDirectory() as name:
@@ -187,7 +187,7 @@ def rows() -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the page: its words from ``docsite/models.md``, with the table and the figures in their place."""
+    """Print the page: the template ``docsite/models.md`` with the table and the figures."""
     words = Path(__file__).with_name("models.md").read_text(encoding="utf-8")
     page = words.replace("{version}", transformers.__version__).replace("{rows}", "\n".join(rows()))
     figures = render_all(Path(__file__).parents[1] / "records")

@@ -337,7 +337,7 @@ def test_tuning_uses_no_country_of_valid_and_test(book: Factbook) -> None:
 def test_tasks_with_a_judge_in_the_settings_are_listed() -> None:
     """A judge's endpoint contains a dictionary, so the settings as a whole have no hash."""
     judge = {"endpoint": {"base_url": "http://127.0.0.1:1/v1"}}
-    judged = validate(
-        FactbookConfig, {"hops": [1], "num_train": 2, "reward": {"answer": "judge", "judge": judge}}
+    judged = FactbookConfig.model_validate(
+        {"hops": [1], "num_train": 2, "reward": {"answer": "judge", "judge": judge}}
     )
     assert len(FactbookEnvironment.tasks(judged, "train")) == 2

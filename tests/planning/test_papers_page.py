@@ -12,13 +12,15 @@ import torch
 
 from outrider.cli import main
 from outrider.config import load_settings
-from outrider.planning.memory import GRADIENT, MASTER, MOMENTS, VALUE_BYTES
+from outrider.planning.memory import GRADIENT, MASTER, MOMENTS, VALUE_BYTES, Training, rank_bytes
+from outrider.planning.shape import find_shape
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+INSTALL = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ") and "`outrider train recipes/" in line]
 
 
@@ -37,6 +39,18 @@ def test_bytes_per_parameter_of_training() -> None:
     num_parameters = sum(parameter.numel() for parameter in policy.working.values())
     assert held == (MASTER + MOMENTS + GRADIENT + VALUE_BYTES["bfloat16"]) * num_parameters
     assert f"{held // num_parameters} bytes per parameter" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("precision", "ranks", "expected"), [("bfloat16", 1, 18), ("float32", 1, 16), ("bfloat16", 4, 16)]
+)
+def test_bytes_per_parameter_by_precision_and_ranks(precision: str, ranks: int, expected: int) -> None:
+    shape = find_shape("Qwen/Qwen2.5-7B-Instruct")
+    by_purpose = rank_bytes(shape, Training(ranks=ranks, max_tokens=1, precision=precision))
+    states = ("frozen weights", "masters", "moments", "gradients", "working copy")
+    assert ranks * sum(by_purpose[name] for name in states) == expected * shape.num_parameters
+    for page in (TEXT, INSTALL):
+        assert re.search(rf"\b{expected}\b", page[page.index("ull fine-tuning") :].split("\n\n", 1)[0])
 
 
 def page_rows() -> list[list[str]]:

@@ -66,7 +66,7 @@ def test_the_page_of_formats_names_every_field(tmp_path: Path) -> None:
     shown.stage("train", 9)
     shown.close()
     page = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
-    table = page.partition("`live.json` says")[2].partition("\n\n`notes.jsonl`")[0]
+    table = page.partition("`live.json` contains")[2].partition("\n\n`notes.jsonl`")[0]
     first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     named = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
     assert named == set(json.loads((tmp_path / LIVE).read_text()))
