@@ -27,21 +27,28 @@ _NAMED: Final[Mapping[Kind, str]] = {
 }
 _OF_KIND: Final[Mapping[Kind, str]] = {
     "environments": "../environments.md",
-    "tools": "../environments.md",
+    "tools": "../tasks/tools_and_rewards.md",
     "engines": "../howto/scale.md",
     "embedders": "../install.md",
-    "trackers": "../howto/view.md",
+    "trackers": "../look/trackers.md",
     "call_formats": "../concepts/messages.md#native-tool-calls",
 }
 # The page of the kind or of the algorithm; a broken link fails the build.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     "reinforce++": "../algorithms/objectives.md#advantages",
     "rejection": "../algorithms/objectives.md#rejection-sampling-and-fine-tuning",
-    "factbook": "../environments.md#factbook-tasks",
-    "webshop": "../environments.md#webshop",
-    "textworld": "../environments.md#textworld",
-    "house": "../environments.md#houses",
-    "alfworld": "../environments.md#alfworld",
+    "tools": "../tasks/tools_and_rewards.md",
+    "factbook": "../tasks/factbook.md",
+    "webshop": "../tasks/webshop.md",
+    "scienceworld": "../tasks/scienceworld.md",
+    "textworld": "../tasks/text_games.md",
+    "house": "../tasks/text_games.md",
+    "alfworld": "../tasks/alfworld.md",
+    "gym": "../tasks/gym.md",
+    "reasoning_gym": "../tasks/reasoning_gym.md",
+    "openenv": "../tasks/openenv.md",
+    "verifiers": "../tasks/verifiers.md",
+    "agent": "../howto/agents.md",
 }
 _IN_SECTION: Final[Mapping[Kind, str]] = {
     "algorithms": "algorithm",
