@@ -16,7 +16,15 @@ from outrider.environments.base import (
     EpisodeResult,
     StepResult,
 )
-from outrider.errors import ConfigError, DataError, InvalidResult, NonFiniteResult
+from outrider.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolFault,
+    ToolUnavailable,
+)
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
 from outrider.types import Message, Step, Task
@@ -190,7 +198,15 @@ def test_a_wrong_answer_is_reported(answer: Any, error: type[Exception], message
 
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
-    [("protocol", "inlin", "protocol is 'inlin'"), ("stop", "</a>", r"write stop = \('</a>',\)")],
+    [
+        ("protocol", "inlin", "protocol is 'inlin'"),
+        ("stop", "</a>", r"write stop = \('</a>',\)"),
+        ("stop_strings", classmethod(lambda *_: "</a>"), r"write return \('</a>',\)"),
+        ("stop_strings", classmethod(lambda *_: None), "stop_strings returned None, no tuple"),
+        ("tasks", lambda *_: [], r"Wrong\.tasks is not a class method: write @classmethod above it"),
+        ("open_shared", lambda *_: None, "open_shared is not a class method"),
+        ("stop_strings", lambda *_: (), "stop_strings is not a class method"),
+    ],
 )
 def test_a_wrong_attribute_of_the_class_is_refused(attribute: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -213,6 +229,41 @@ def test_tasks_and_turns_of_an_expert_may_be_generators_but_no_text() -> None:
     nothing = type("Nothing", (Guess,), {"tasks": classmethod(lambda cls, settings, split: None)})
     with pytest.raises(DataError, match=r"Nothing\.tasks returned None"):
         nothing.build(Guess.Settings()).tasks("train")
+
+
+def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
+    listed = type("Listed", (Guess,), {"stop_strings": classmethod(lambda *_: ["</a>"])})
+    assert listed.build(Guess.Settings()).stop == ("</a>",)
+
+
+def test_a_turn_of_an_expert_is_a_text_or_a_step() -> None:
+    task_set = type("Numbers", (Guess,), {"expert": lambda self: ["1", 3]}).build(Guess.Settings())
+    with pytest.raises(InvalidResult, match=r"the turn 3 \(int\), no text and no Step: write str\(...\)"):
+        task_set.expert(task_set.tasks("train")[1], 0)
+
+
+@pytest.mark.parametrize("cause", [EnvironmentFault("no JVM"), ToolFault("no server"), None])
+def test_a_fault_that_stops_the_start_of_an_expert_can_be_tried_again(cause: Exception | None) -> None:
+    class Unavailable(Guess):
+        @classmethod
+        def open_shared(cls, settings: Any) -> Any:
+            raise ToolUnavailable("not here") from cause
+
+    task_set = Unavailable.build(Guess.Settings())
+    with pytest.raises(type(cause) if cause else ToolUnavailable):
+        task_set.expert(task_set.tasks("train")[0], 0)
+
+
+def test_no_step_after_the_end() -> None:
+    env = episode(Guess)
+    Episode(env).start(0)
+    act(env, "3")
+    for over in (env, env.copy()):
+        with pytest.raises(RuntimeError, match="the episode of Guess has ended"):
+            act(over, "3")
+    assert env.result().episode_return == 1.0
+    Episode(env).start(0)
+    assert not act(env, "1").done
 
 
 def _no_super(self: Any, settings: Any, shared: Any) -> None:

@@ -38,6 +38,7 @@ from outrider.errors import (
     InvalidResult,
     NonFiniteResult,
     ToolFault,
+    ToolUnavailable,
 )
 from outrider.plugins.registry import Section, build, resolve
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
@@ -945,10 +946,15 @@ class EnvironmentTaskSet:
                 f"{environment.__qualname__}.stop is a text, no tuple of texts: "
                 f"write stop = ({environment.stop!r},)"
             )
+        for method in ("tasks", "open_shared", "stop_strings"):
+            if inspect.isfunction(inspect.getattr_static(environment, method)):
+                raise ConfigError(
+                    f"{environment.__qualname__}.{method} is not a class method: write @classmethod above it"
+                )
         self.plugin_class, self.settings = environment, settings
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", environment.__name__).lower()
         self.name = environment.name or words
-        self.stop = environment.stop_strings(settings)
+        self.stop = _stop_strings(environment, settings)
         self.stateful = environment.stateful
         self._expert_factory: EpisodeFactory | None = None
 
@@ -966,7 +972,13 @@ class EnvironmentTaskSet:
         if self.plugin_class.expert is Environment.expert or not self.settings.has_experts:
             return None
         if self._expert_factory is None:
-            self._expert_factory = self.make()
+            try:
+                self._expert_factory = self.make()
+            except ToolUnavailable as error:
+                # A simulator that does not start now may start later: experts are tried again after a fault.
+                if isinstance(error.__cause__, EnvironmentFault | ToolFault):
+                    raise error.__cause__ from None
+                raise
         env = self._expert_factory(task)
         try:
             Episode(env).start(seed)
@@ -978,6 +990,11 @@ class EnvironmentTaskSet:
         if isinstance(answer, str):
             raise InvalidResult("what expert returned is a text, no list of turns")
         turns = tuple(cast(Iterable[str | Step], answer))  # a generator has no length
+        for turn in turns:
+            if not isinstance(turn, str | Step):
+                raise InvalidResult(
+                    f"expert returned the turn {describe(turn)}, no text and no Step: write str(...)"
+                )
         texts = [turn for turn in turns if isinstance(turn, str)]
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
@@ -995,6 +1012,17 @@ class EnvironmentTaskSet:
         factory, self._expert_factory = self._expert_factory, None
         if factory is not None:
             factory.close()
+
+
+def _stop_strings(environment: type[Environment], settings: Any) -> tuple[str, ...]:
+    """The strings that end a turn. Raises ConfigError for anything else."""
+    stop: object = environment.stop_strings(settings)
+    name = f"{environment.__qualname__}.stop_strings"
+    if isinstance(stop, str):
+        raise ConfigError(f"{name} returned a text, no tuple of texts: write return ({stop!r},)")
+    if not isinstance(stop, list | tuple) or not all(isinstance(text, str) for text in stop):
+        raise ConfigError(f"{name} returned {describe(stop)}, no tuple of texts")
+    return tuple(stop)
 
 
 class EpisodeFactory:
@@ -1023,7 +1051,8 @@ class EnvironmentEpisode:
 
     def __init__(self, environment: Environment, task: Task) -> None:
         self.environment, self._task = environment, task
-        self._is_open = True
+        environment.task = task
+        self._is_open, self._is_over = True, False
         self._role: Role = "inline" if environment.protocol == "inline" else "user"
         if environment.can_copy:  # the loop checks whether the method exists
             self.copy = self._copy
@@ -1035,12 +1064,15 @@ class EnvironmentEpisode:
     def reset(self, seed: int) -> Sequence[Message]:
         environment = self.environment
         environment.task, environment.episode_return, environment.metrics = self._task, 0.0, {}
+        self._is_over = False
         prompt = _finished(environment.reset(self._task, seed), "reset")
         if self._role == "tool":
             self.tool_schemas = tuple(map(_schema, environment.tools()))
         return _messages(prompt, "user", "what reset returned")
 
     def step(self, message: Message) -> StepResult:
+        if self._is_over:
+            raise RuntimeError(f"the episode of {type(self.environment).__qualname__} has ended")
         self.environment.turn = message
         answer = _finished(self.environment.step(message.content), "step")
         if isinstance(answer, tuple) and len(answer) == 3:
@@ -1057,6 +1089,7 @@ class EnvironmentEpisode:
                 f"{'; play environments of Gymnasium with type = gym' if is_gym else ''}"
             )
         self.environment.episode_return += as_float(answer.reward, "reward")
+        self._is_over = as_bool(answer.done, "done")
         return answer
 
     def _observations(self, observation: Any) -> tuple[Message, ...]:
@@ -1078,7 +1111,7 @@ class EnvironmentEpisode:
 
     def _copy(self) -> "EnvironmentEpisode":
         twin = EnvironmentEpisode(self.environment.copy(), self._task)
-        twin.tool_schemas = self.tool_schemas
+        twin.tool_schemas, twin._is_over = self.tool_schemas, self._is_over
         return twin
 
     def close(self) -> None:
