@@ -230,6 +230,20 @@ def test_engines_are_reused_unless_they_broke(data: Path) -> None:
     assert len(made) == 2
 
 
+def test_task_sets_of_a_process_share_their_engines(data: Path) -> None:
+    made: list[StrictEngine] = []
+
+    def engine() -> StrictEngine:
+        made.append(StrictEngine())
+        return made[-1]
+
+    task_set = family(data, engine)
+    for task in task_set.tasks("train")[:3]:
+        assert task_set.expert(task, 0)
+        task_set.close()
+    assert len(made) == 2  # one of them plans
+
+
 def test_an_engine_in_use_is_not_reused_when_its_game_is_closed(data: Path) -> None:
     """The loop closes slow episodes; their threads must not act in the game of another episode."""
     inside, go_on = threading.Event(), threading.Event()

@@ -38,6 +38,7 @@ from outrider.types import Task
 
 # Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
 _LOAD_S: Final = 20.0
+_ENGINES: Final[dict[Callable[..., Any], Engines]] = {}  # the pools of this process, by what makes an engine
 FOLDERS: Final[dict[Split, str]] = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
 """Folder of each split: published scores are those of ``valid_seen`` and ``valid_unseen``."""
 GAME: Final = "game.tw-pddl"
@@ -149,7 +150,8 @@ class AlfworldEnvironment(TextGame):
             return None
         split = next(split for split in SPLITS if split_size(settings, split) != 0)
         one = settings.model_copy(update={f"num_{split}": 1})
-        engines = Engines(cls.new_engine)
+        # Task sets come and go, but a process never unloads an engine.
+        engines = _ENGINES.setdefault(cls.new_engine, Engines(cls.new_engine))
         try:
             PublishedGame(settings.game_file(cls.tasks(one, split)[0]), engines).close()
         except EnvironmentFault as error:
