@@ -105,6 +105,12 @@ def test_a_lake_is_crossed_by_the_names_of_its_actions() -> None:
     assert not twin.result().success
 
 
+def test_an_episode_that_was_not_started_has_a_result() -> None:
+    task_set = GymEnvironment.build(LAKE)
+    record = task_set.make()(task_set.tasks("train")[0]).result()
+    assert (record.episode_return, record.success) == (0, False)
+
+
 def test_a_task_is_a_seed_of_one_split() -> None:
     """A group plays one game whatever its reset seed; more tasks leave the first ones as they are."""
     family = GymEnvironment.build(of("Echo", first_seed=7))

@@ -40,6 +40,8 @@ class GymEnvironment(Environment):
         super().__init__(settings, shared)
         self.can_copy = shared is not None and shared.copies_are_exact
         self._env: Any = None
+        self._draws: IsolatedRandom | None = None
+        self._record = MoveRecord(name=self.settings.id, settings=self.settings)
 
     @classmethod
     def tasks(cls, settings: GymConfig, split: str) -> Sequence[Task]:
