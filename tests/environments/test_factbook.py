@@ -340,4 +340,7 @@ def test_tasks_with_a_judge_in_the_settings_are_listed() -> None:
     judged = FactbookConfig.model_validate(
         {"hops": [1], "num_train": 2, "reward": {"answer": "judge", "judge": judge}}
     )
-    assert len(FactbookEnvironment.tasks(judged, "train")) == 2
+    task_set = FactbookEnvironment.build(judged)
+    assert len(task_set.tasks("train")) == 2
+    steps = task_set.expert(task_set.tasks("train")[0], 0)  # does not need the judge's server
+    assert steps is not None and steps[0].observation and steps[-1].is_terminal

@@ -20,7 +20,7 @@ from outrider.environments.reasoning_gym.environment import (
 from outrider.environments.reasoning_gym.items import make_rows
 from outrider.errors import ConfigError, DataError, ToolFault  # noqa: E402
 from outrider.tools.python import sandbox  # noqa: E402
-from outrider.types import Message, Task  # noqa: E402
+from outrider.types import Message, Step, Task  # noqa: E402
 
 locked = pytest.mark.skipif(bool(sandbox.problems()), reason="this kernel lacks the sandbox's locks")
 MIXED: dict[str, Any] = {
@@ -171,6 +171,23 @@ def test_the_expert_follows_the_format_or_is_none(reward: dict[str, Any], text: 
     found = environment.expert()
     assert (found is not None) is config.has_experts is (text is not None)
     assert text is None or (found is not None and found[0].text == text.format("2"))
+
+
+def test_an_expert_starts_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_sandbox(*_: Any, **__: Any) -> None:
+        raise AssertionError("a sandbox was started")
+
+    monkeypatch.setattr(reasoning_gym, "SandboxedVerifier", no_sandbox)
+    task = Task(key="x", question="1 + 1", answers=("2",))
+    step = Step(text="<answer>2</answer>", observation="", is_terminal=True)
+    assert ReasoningGymEnvironment.build(ReasoningGymConfig()).expert(task, 0) == [step]
+
+    class Own(ReasoningGymEnvironment):
+        def expert(self) -> Any:
+            raise NotImplementedError
+
+    with pytest.raises(AssertionError, match="a sandbox was started"):  # its own expert may need one
+        Own.build(ReasoningGymConfig()).expert(task, 0)
 
 
 def test_the_time_limit_of_a_step_includes_the_verdicts_of_others() -> None:

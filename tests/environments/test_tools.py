@@ -17,6 +17,7 @@ from outrider.environments.tool_qa.environment import (
     REPEATED,
     EpisodeConfig,
     ToolEnvironment,
+    ToolResources,
     ToolsConfig,
     system_prompt,
 )
@@ -93,6 +94,24 @@ def test_the_prompt_and_starting_over() -> None:
     assert environment.result().episode_return == -1.0
     without_prompt = tool_factory(tools=[], config=EpisodeConfig())(TASK)
     assert without_prompt.reset(0) == (Message(role="user", content="Where is the tower?"),)
+
+
+def test_an_episode_that_was_not_started_has_a_result() -> None:
+    assert not tool_factory(tools=[], config=EpisodeConfig())(TASK).result().success
+
+
+def test_everything_is_closed_if_a_tool_raises() -> None:
+    class Stuck(Echo):
+        def close(self) -> None:
+            raise ToolFault("stuck")
+
+    last, verifier = Echo("python"), Echo("verifier")
+    resources = ToolResources(
+        tools=[Stuck("search"), last], settings=EpisodeConfig(), system_prompt="", verifier=verifier
+    )
+    with pytest.raises(ToolFault, match="stuck"):
+        resources.close()
+    assert (last.num_closed, verifier.num_closed) == (1, 1)
 
 
 def test_a_call_over_the_limit_is_refused_once() -> None:

@@ -249,9 +249,10 @@ class Toolset:
         return call.name, repr(_sorted(call.arguments))
 
     def close(self) -> None:
-        """Close the tools; may be called twice."""
-        for tool in self._tools.values():
-            tool.close()
+        """Close the tools, also if one of them raises; may be called twice."""
+        with contextlib.ExitStack() as opened:
+            for tool in reversed(self._tools.values()):
+                opened.callback(tool.close)
 
 
 def argument_name(tool: Tool) -> str:

@@ -12,10 +12,15 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from outrider.environments.base import Split, known_split, split_size
+from outrider.environments.base import Split, TaskSet, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
-from outrider.environments.tool_qa.environment import EpisodeConfig, ToolEnvironment, ToolResources
+from outrider.environments.tool_qa.environment import (
+    EpisodeConfig,
+    ToolEnvironment,
+    ToolResources,
+    build_task_set,
+)
 from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
 from outrider.errors import DataError
 from outrider.seeding import stream_seed
@@ -146,14 +151,20 @@ class FactbookEnvironment(ToolEnvironment):
         tools = [_search(settings.passages, settings.search)]
         return ToolResources(tools=tools, settings=settings, system_prompt=settings.system_prompt)
 
+    @classmethod
+    def build(cls, settings: FactbookConfig, context: object = None) -> TaskSet:
+        return build_task_set(cls, settings, FactbookEnvironment)
+
     def expert(self) -> Sequence[Step]:
         """The gold searches with their real results, then the answer."""
+        search = _search(self.settings.passages, self.settings.search)
+        run = search.run_text if self.shared is None else partial(self.shared.tools.run_text, "search")
         queries, reveals = _texts(self.task, "gold_queries"), _texts(self.task, "reveals")
         thoughts = [_FIRST_THOUGHT, *(f"{fact}." for fact in reveals[:-1])]
         steps = [
             Step(
                 text=f"{self._thought(thought)}<search>{query}</search>",
-                observation=render_result(self.shared.tools.run_text("search", query).text),
+                observation=render_result(run(query).text),
             )
             for thought, query in zip(thoughts, queries, strict=True)
         ]

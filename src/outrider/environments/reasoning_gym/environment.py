@@ -16,12 +16,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import SPLITS, Split, known_split, split_size
+from outrider.environments.base import SPLITS, Split, TaskSet, known_split, split_size
 from outrider.environments.tool_qa.environment import (
     EpisodeConfig,
     ToolEnvironment,
     ToolName,
     ToolResources,
+    build_task_set,
     load_tools,
     tool_tags,
     usages,
@@ -282,6 +283,10 @@ class ReasoningGymEnvironment(ToolEnvironment):
         return ToolResources(
             tools=tools, settings=settings, system_prompt=system_prompt(settings), verifier=verifier
         )
+
+    @classmethod
+    def build(cls, settings: ReasoningGymConfig, context: object = None) -> TaskSet:
+        return build_task_set(cls, settings, ReasoningGymEnvironment)
 
     def expert(self) -> Sequence[Step] | None:
         """The package's own answer without reasoning, which teaches the format; None if there is no answer,

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import Environment, EnvironmentSettings, EpisodeResult, StepResult
+from outrider.environments.base import (
+    Environment,
+    EnvironmentSettings,
+    EnvironmentTaskSet,
+    EpisodeResult,
+    StepResult,
+    TaskSet,
+)
 from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.rewards import (
@@ -41,7 +49,7 @@ from outrider.tokens.tool_calls import call_id, without_thoughts
 from outrider.tools.base import CallBudget, Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
 from outrider.tools.python.tool import PythonToolConfig
 from outrider.tools.search import SearchConfig
-from outrider.types import Message, Task, ToolCall, ToolSchema
+from outrider.types import Message, Step, Task, ToolCall, ToolSchema
 
 OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
@@ -296,9 +304,10 @@ class ToolResources:
 
     def close(self) -> None:
         """Close the tools and the verifier; may be called twice."""
-        self.tools.close()
-        if self.verifier is not None:
-            self.verifier.close()
+        with ExitStack() as opened:
+            if self.verifier is not None:
+                opened.callback(self.verifier.close)
+            self.tools.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,14 +367,21 @@ class ToolEnvironment(Environment):
             system_prompt=system_prompt(settings),
         )
 
-    def reset(self, task: Task, seed: int) -> Sequence[Message]:
-        """Return the question. ``seed`` is not used: the same turns always get the same results."""
+    def __init__(self, settings: Any = None, shared: Any = None) -> None:
+        super().__init__(settings, shared)
+        self._clear()
+
+    def _clear(self) -> None:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._num_calls: Counter[str] = Counter()
         self._num_failed = 0
         self._num_invalid = 0
         self._num_refused = 0
         self._turns: list[Any] = []  # Turn, or NativeTurn with native calls
+
+    def reset(self, task: Task, seed: int) -> Sequence[Message]:
+        """Return the question. ``seed`` is not used: the same turns always get the same results."""
+        self._clear()
         question = Message(role="user", content=task.question)
         prompt = self.shared.system_prompt
         return (Message(role="system", content=prompt), question) if prompt else (question,)
@@ -560,6 +576,28 @@ class ToolEnvironment(Environment):
             num_tools=len({name for turn in turns for name in turn.executed}),
             judged=judged,
         )
+
+
+class TasksWithAnswers(EnvironmentTaskSet):
+    """Tasks whose expert needs no shared object: tools, a sandbox or a judge are not started for it."""
+
+    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
+        if not self.settings.has_experts:
+            return None
+        environment = self.plugin_class(self.settings)
+        environment.task = task
+        steps = cast(Sequence[Step] | None, environment.expert())
+        return None if steps is None else list(steps)
+
+
+def build_task_set(environment: type[ToolEnvironment], settings: Any, base: type[ToolEnvironment]) -> TaskSet:
+    """Return the task set of ``base``, whose expert needs no shared object, or of a subclass of it, whose own
+    expert may need one.
+    """
+    is_unchanged = environment.expert is base.expert and (
+        environment.open_shared.__func__ is base.open_shared.__func__  # type: ignore[attr-defined]
+    )
+    return (TasksWithAnswers if is_unchanged else EnvironmentTaskSet)(environment, settings)
 
 
 def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | None:
