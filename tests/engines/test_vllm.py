@@ -143,7 +143,7 @@ def test_ids_logprobs_and_reasons_come_back_in_the_order_asked(stand_in: StandIn
     assert all(g.entropies_are_bounds and len(g.entropies) == len(g.token_ids) for g in ours)
 
 
-def test_b5_a_turn_that_the_template_closes_in_ordinary_tokens_ends_as_one_that_an_eos_ends(
+def test_a_turn_that_the_template_closes_in_ordinary_tokens_ends_as_one_that_an_eos_ends(
     stand_in: StandIn, tmp_path: Path
 ) -> None:
     """vLLM is asked to stop at the template's text too, and what it stopped at tells a closed turn from a

@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -365,3 +366,25 @@ class Unfinished(Environment):
 
     def reset(self, task: Task, seed: int) -> str:
         return ""
+
+
+class Limited(Environment):
+    """Its shared object has an attribute that the tool environments use for something else."""
+
+    @classmethod
+    def open_shared(cls, settings: object) -> object:
+        return SimpleNamespace(call_budget=10)
+
+    @classmethod
+    def tasks(cls, settings: object, split: str) -> list[Task]:
+        return [Task(key=split, question="?")]
+
+    def reset(self, task: Task, seed: int) -> str:
+        return "?"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+def test_a_shared_object_may_have_any_attributes() -> None:
+    assert Limited.build(Limited.Settings()).make().call_budget is None  # type: ignore[attr-defined]

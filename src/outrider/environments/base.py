@@ -43,6 +43,7 @@ from outrider.errors import (
 from outrider.plugins.registry import Section, build, resolve
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.tokens.tool_calls import call_id
+from outrider.tools.base import CallBudget
 from outrider.types import Message, Role, Step, Task, ToolCall, ToolSchema
 
 # Validation of values that user code returns (rewards, success flags, metrics) and conversion to Python's
@@ -1030,7 +1031,9 @@ class EpisodeFactory:
 
     def __init__(self, environment: type[Environment], settings: Any, shared: Any) -> None:
         self._environment, self._settings, self._shared = environment, settings, shared
-        self.call_budget = getattr(shared, "call_budget", None)  # the scheduler reads it
+        # The scheduler reads it. Shared objects of users may have any attribute of this name.
+        budget = getattr(shared, "call_budget", None)
+        self.call_budget = budget if isinstance(budget, CallBudget) else None
 
     def __call__(self, task: Task) -> "EnvironmentEpisode":
         environment = self._environment(self._settings, self._shared)
