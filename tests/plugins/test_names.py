@@ -161,7 +161,8 @@ def test_a_failing_import_is_one_line_with_its_location(
 def test_a_dry_run_names_a_split_without_tasks(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = "    tasks = classmethod(lambda cls, settings, split: Own.tasks(settings, split) * (split == 'train'))"
+    tasks = "lambda cls, settings, split: Own.tasks(settings, split) * (split == 'train')"
+    tasks = f"    tasks = classmethod({tasks})"
     (tmp_path / f"{module}.py").write_text(FAMILY.replace("class Bare", f"{tasks}\n\nclass Bare"))
     model = save_tiny_model(tmp_path / "model")
     dry = ["train", str(recipe(tmp_path, f"{module}:Mine")), "--dry-run", f"model.name={model}"]
