@@ -74,10 +74,14 @@ def keep_old_names(module: str) -> None:
 def rename_methods(cls: type, **new_names: str) -> None:
     """Let a new class define and call methods by their old names as well; the keywords are old=new."""
     for old, new in new_names.items():
-        if old in vars(cls) and new not in vars(cls):
-            warn(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
-            setattr(cls, new, vars(cls)[old])
-        elif new in vars(cls):
+        # The first class that defines either name, because a mixin may still use the old one.
+        owner = next((base for base in cls.__mro__ if old in vars(base) or new in vars(base)), None)
+        if owner is None:
+            continue
+        if old in vars(owner) and new not in vars(owner):
+            warn(f"{owner.__name__}.{old}", f"{owner.__name__}.{new}")
+            setattr(cls, new, vars(owner)[old])
+        elif new in vars(cls) and old not in vars(cls):
             setattr(cls, old, vars(cls)[new])
 
 

@@ -102,12 +102,15 @@ def _interrupt_again(hook: CodeType, handle: object) -> None:
     while _is_running(hook):
         time.sleep(_BEHIND_S)
     # Repeatedly: a signal that arrives just before the main thread waits for a lock does not wake it.
-    while signal.getsignal(signal.SIGINT) is handle:
+    # The first one is always sent: the main thread may have installed another handler in the meantime.
+    while True:
         _own.append(None)
         # interrupt_main() would not wake a main thread that waits for a lock or a socket. The signal goes to
         # the process, because that thread may block it.
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_REPEAT_LOST_S)
+        if signal.getsignal(signal.SIGINT) is not handle:
+            return
 
 
 def _is_running(code: CodeType) -> bool:

@@ -190,7 +190,6 @@ def _check_task_set(task_set: TaskSet, split: str) -> list[Task]:
     require(
         isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, but must be True or False"
     )
-    require(isinstance(task_set.stateful, bool), f"stateful is {task_set.stateful!r}, not True or False")
     try:
         tasks = _read_tasks(task_set, split)
     except DataError as error:

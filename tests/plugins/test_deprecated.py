@@ -114,3 +114,32 @@ def test_an_environment_in_the_old_form_works_and_names_the_new_one() -> None:
     with pytest.warns(FutureWarning):
         check_environment({"type": f"{__name__}:OldWorld", "num_train": 1})
     assert isinstance(settings, HouseConfig) and settings.num_train == 1
+
+
+def test_a_mixin_may_define_the_old_name_and_a_class_a_helper_of_that_name() -> None:
+    class Mixin:
+        def advantages(self, traces: object) -> str:
+            return "mixin"
+
+    with pytest.warns(FutureWarning, match="Mixin.advantages is now Mixin.assign_step_advantages"):
+
+        class Mixed(Mixin, Grpo):  # type: ignore[misc]
+            pass
+
+    assert Mixed.assign_step_advantages is Mixin.advantages
+
+    class Own(Grpo):
+        def assign_advantages(self, trace: object) -> object:  # type: ignore[override]
+            return self.credit(trace)
+
+        def credit(self, trace: object) -> str:
+            return "helper"
+
+    assert Own.assign_advantages(object.__new__(Own), None) == "helper"
+
+
+def test_the_old_name_of_a_filter_is_read_with_a_warning() -> None:
+    chosen = GroupFilter(select=list, max_extra_batches=1)
+    choice = TaskChoice(num_groups=1, group_filter=chosen)
+    with pytest.warns(FutureWarning, match="group_filter"):
+        assert choice.groups is chosen

@@ -181,7 +181,7 @@ def test_old_names_of_hooks_warn(name: str) -> None:
 
 
 def test_a_misspelt_hook_method_warns() -> None:
-    with pytest.warns(UserWarning, match="Early.before_turns is never called; did you mean before_turn"):
+    with pytest.warns(UserWarning, match="Early.before_turns is no method of Hook; did you mean before_turn"):
         type("Early", (Hook,), {"before_turns": lambda self, state: ()})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -378,6 +378,15 @@ class TaskChoice:
             object.__setattr__(self, "group_filter", groups)
 
 
+def _groups(choice: TaskChoice) -> GroupFilter | None:
+    deprecated.warn("TaskChoice.groups", "TaskChoice.group_filter")
+    return choice.group_filter
+
+
+# Reading the old name would otherwise give the default of the constructor's argument.
+TaskChoice.groups = property(_groups)  # type: ignore[attr-defined]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Augmentation:
     """Additional ``groups`` with advantages for a step, metrics, and the reasons of ``lost`` rollouts."""

@@ -76,6 +76,6 @@ def _compare(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.compare_report import compare_runs
     from outrider.printing import Terminal
 
-    if parsed.by_task:
+    if parsed.by_task or parsed.depth is not None:
         raise ConfigError("--by-task has moved: run python -m benchmarks.compare_by_task in the repository")
     return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Terminal())

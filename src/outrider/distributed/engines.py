@@ -186,9 +186,10 @@ class EngineActor:
             seed=settings.seed,
             on_tokens=lambda num_tokens: None,
         )
-        engine = self._engines[name] = cast(Engine, plugins.build("engines", settings.engine, context))
+        engine = cast(Engine, plugins.build("engines", settings.engine, context))
         if self._version is not None:
             engine.load(self._version)
+        self._engines[name] = engine  # only now: an engine whose load failed must not serve requests
         return engine
 
 

@@ -141,8 +141,10 @@ class Hook:
         for name in vars(cls):
             if name.startswith("_") or any(hasattr(base, name) for base in cls.__bases__):
                 continue
-            if meant := closest_match(name, known, cutoff=0.8):
-                warnings.warn(f"{cls.__name__}.{name} is never called; did you mean {meant}?", stacklevel=2)
+            if meant := closest_match(name, known, cutoff=0.9):
+                warnings.warn(
+                    f"{cls.__name__}.{name} is no method of Hook; did you mean {meant}?", stacklevel=2
+                )
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
         """Called before every policy turn. Returns text to splice in, or actions to execute first."""
