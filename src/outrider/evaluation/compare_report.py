@@ -24,7 +24,7 @@ from outrider.viewer.report import page_template
 from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
-_COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note says that the groups did not pay the same
+_COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note reports unequal costs
 CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and the test have in common
 
 
