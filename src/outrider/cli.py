@@ -128,9 +128,12 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest and (
         not all("=" in item and not item.startswith("-") for item in rest) or "overrides" not in parsed
     ):
-        options = {option for inner in all_parsers(parser) for option in inner._option_string_actions}
+        chosen = next(
+            inner for inner in all_parsers(parser) if inner.prog == f"outrider {parsed.command_name}"
+        )
+        options = {option for inner in all_parsers(chosen) for option in inner._option_string_actions}
         hint = did_you_mean(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        chosen.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:  # argparse accepts positional arguments in one block only; overrides may stand anywhere
         parsed.overrides = [*parsed.overrides, *rest]
     return parsed

@@ -58,6 +58,16 @@ def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
                 yield from all_parsers(subparser)
 
 
+def add_progress(parser: argparse.ArgumentParser) -> None:
+    """The option ``--progress``."""
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "rich", "plain", "none"),
+        default="auto",
+        help="form of the log (default: auto, rich on a terminal and plain in a file)",
+    )
+
+
 def positive(text: str) -> int:
     """A number of at least one; a type for argparse."""
     number = int(text)
