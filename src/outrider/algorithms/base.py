@@ -64,7 +64,12 @@ class ObjectiveSettings(Settings):
     """Defaults of each value of the field ``preset``, for classes that have this field."""
 
     group_size: int = Field(8, ge=2)
+    """Number of rollouts per task; they form a group."""
     advantage: AdvantageKind = "group_normalized"
+    """How the returns of a group become advantages: the mean is subtracted and the result divided by the
+    std (``group_normalized``), or only the mean is subtracted (``group_centered``), or the mean of the
+    other rollouts (``leave_one_out``).
+    """
     loss: LossSettings = ClipLoss()
     aggregation: Literal[
         "token_mean",
@@ -73,12 +78,14 @@ class ObjectiveSettings(Settings):
         "constant_length",
         "sum_over_length",
     ] = "token_mean"
+    """How the losses of tokens are averaged (docs/algorithms/objectives.md)."""
     max_length: int | None = Field(None, ge=1)
     sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
     positive_nll: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
+    """Estimator of the KL divergence from the reference model in the loss."""
 
     @model_validator(mode="before")
     @classmethod

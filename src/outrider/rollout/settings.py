@@ -17,11 +17,17 @@ class Limits(Settings):
     """
 
     max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in a rollout."""
     max_turn_tokens: int = Field(256, ge=1)
+    """Most tokens of one turn."""
     max_response_tokens: int = Field(2048, ge=1)
+    """Most tokens of a rollout after the prompt, observations and retrieved steps included."""
     max_observation_tokens: int = Field(1024, ge=1)
+    """Most tokens of one observation."""
     max_splice_tokens: int = Field(512, ge=1)
+    """Most tokens of one retrieved step."""
     step_timeout_s: float = Field(60.0, gt=0)
+    """Time limit of one step of the environment, tool calls included."""
 
 
 class EvaluationSettings(Settings):

@@ -83,6 +83,7 @@ class AlfworldConfig(EnvironmentSettings):
     show_admissible: bool = False
     """Append the list of possible commands to every observation, as often done for published scores."""
     num_shown_actions: Annotated[int, Field(ge=1)] = 100
+    """Most commands in the list of ``show_admissible``."""
 
     @model_validator(mode="after")
     def _validate(self) -> "AlfworldConfig":
