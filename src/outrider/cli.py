@@ -27,6 +27,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "plan": ("plan", "memory, tokens and seconds that a recipe needs, and whether it fits"),
     "eval": ("eval", "evaluate on a recipe's held-out panel, or on named task sets"),
     "buffer": ("buffer", "step-trace buffers"),
+    "data": ("data", "list, download and check published data sets"),
     "critic": ("critic", "train a critic on recorded trajectories (Retrospex)"),
     "replay": ("replay", "replay the rollouts of a recorded training step, without a model"),
     "inspect-log": ("replay", "an evaluation as a log file of inspect-ai"),
