@@ -33,6 +33,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "replay": ("replay", "inspect", "replay the rollouts of a training step without a model"),
     "compare": ("replay", "compare", "compare runs over seeds: intervals, tests, curves"),
     "verify": ("pack", "compare", "check a pack: files, tables and one row that is rerun"),
+    "data": ("data", "data", "list, download and check published data sets"),
     "buffer": ("buffer", "data", "build, import, inspect and query step-trace buffers"),
     "report": ("view", "share", "write report.html of a run, a page that needs no server"),
     "export": ("push", "share", "write the weights of a run as a Hugging Face folder"),
