@@ -41,6 +41,6 @@ def test_the_example_trains_a_model(
 def test_every_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    commands = re.findall(r"^    ([a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)
+    commands = re.findall(r"^  ([a-z][a-z-]*)  ", capsys.readouterr().out, re.MULTILINE)
     assert {"train", "inspect-log", "init"} <= set(commands)
     assert [name for name in commands if not re.search(rf"\boutrider {name}\b(?!-)", README)] == []
