@@ -13,6 +13,7 @@ from typing import Final
 from pydantic import BaseModel
 
 from docsite.plugins import all_metrics_page, plugins_page
+from docsite.reflow import reflowed
 from outrider.cli import make_parser
 from outrider.commands import all_parsers
 from outrider.reference import Section, Setting, sections
@@ -45,7 +46,7 @@ def settings_pages() -> dict[str, str]:
         index += _row(setting, link)
         if link:
             pages[f"reference/{link}"] = _section_page(setting.name)
-    return {"reference/settings.md": index, **pages}
+    return {name: reflowed(text) for name, text in {"reference/settings.md": index, **pages}.items()}
 
 
 def _section_page(name: str) -> str:
