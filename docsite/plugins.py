@@ -103,8 +103,8 @@ def _page(kind: Kind, name: str, came_from: str) -> str:
         return ""
     described = _ELSEWHERE.get(name) or _OF_KIND.get(kind) or f"../algorithms/{name}.md"
     found = [f"[about]({described})"]
-    if kind in _IN_SECTION:
-        found.append(f"[settings](settings.md#{section_anchor(_IN_SECTION[kind], name)})")
+    if section := _IN_SECTION.get(kind):
+        found.append(f"[settings](settings/{section}.md#{section_anchor(section, name)})")
     return ", ".join(found)
 
 

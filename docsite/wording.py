@@ -27,7 +27,9 @@ def text_of(root: Path = _ROOT) -> str:
     """Return the prose of README and of all pages that are written by hand."""
     pages = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     return "\n".join(
-        _LEFT_OUT.sub(" ", page.read_text(encoding="utf-8")) for page in pages if page.name not in _GENERATED
+        _LEFT_OUT.sub(" ", page.read_text(encoding="utf-8"))
+        for page in pages
+        if page.name not in _GENERATED and "settings" not in page.parts
     )
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
-from outrider.printing import Terminal, points, print_lines, score
+from outrider.printing import FittedTable, Terminal, points, print_lines, score
 
 ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 
@@ -127,3 +127,27 @@ def test_nothing_else_prints() -> None:
                 found.add(path.relative_to(source).as_posix())
     without_terminal = {"tools/python/worker.py", "environments/textworld/games.py"}  # a parent reads these
     assert found <= {"printing.py", "viewer/progress.py"} | without_terminal and "printing.py" in found
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_fitted_table_breaks_no_word(width: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pip install 'outrider[tensorboard]'", "smollm2-135m-instruct in the cache", "not measured"]
+    table = FittedTable("part", "what was found here", "advice", title="A table", caption="Of three.")
+    for number in range(3):
+        table.add_row(*(words[(number + shift) % 3] for shift in range(3)))
+    Terminal(width=width).print(table)
+    printed = capsys.readouterr().out
+    assert all(len(line) <= width for line in printed.splitlines())
+    for word in " ".join(words).split():
+        assert printed.split().count(word) == 3, word
+    assert ("│" in printed) == (width == 200 or width == 80), printed
+
+
+def test_a_fitted_table_folds_a_word_that_is_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = FittedTable("name", "path")
+    table.add_row("first", "x" * 100 + "\x1b[2J")
+    Terminal(width=40).print(table)
+    printed = capsys.readouterr().out
+    assert printed.count("x") == 100 and max(map(len, printed.splitlines())) <= 40 and "\x1b" not in printed

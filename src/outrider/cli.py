@@ -27,6 +27,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "train": ("train", "run", "train from a recipe, or continue a run"),
     "eval": ("eval", "run", "evaluate a model on a recipe's tasks or on a task set"),
     "critic": ("critic", "run", "train a critic on recorded trajectories (Retrospex)"),
+    "explain": ("explain", "inspect", "explain a setting, a section, a type or a metric"),
     "prompt": ("prompt", "inspect", "print the first prompt of a task: messages, text, ids"),
     "watch": ("view", "inspect", "follow a run from another terminal"),
     "view": ("view", "inspect", "open runs in the browser (extra: view)"),

@@ -154,7 +154,7 @@ _EXPLAINED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
 }
 """Keys of other libraries without a counterpart, with the reason."""
-_SIMILAR: Final[Mapping[str, Sequence[str]]] = {
+SIMILAR_KEYS: Final[Mapping[str, Sequence[str]]] = {
     **dict.fromkeys(
         ("batch_size", "train_batch_size", "rollout_batch_size", "per_device_train_batch_size"),
         ("train.tasks_per_step",),
@@ -325,7 +325,7 @@ def _suggest(
     *above, key = path
     names = {name for section in sections for name in section.model_fields}
     known = set(_paths(kind, tree, ""))
-    similar = [other for other in _SIMILAR.get(key, ()) if other in known]
+    similar = [other for other in SIMILAR_KEYS.get(key, ()) if other in known]
     if similar and not any(_describe_owner(choice, path) for choice in choices):
         return f", did you mean {' or '.join(similar)}?"
     # Other keys with this last part; keys of every run come before keys of one plug-in.

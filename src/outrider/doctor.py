@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
-from outrider.printing import Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, print_lines
 from outrider.training.settings import RunSettings
 
 DEMO_S, DEMO_TFLOP = 115, 50
@@ -195,9 +194,7 @@ def examine_model(name: str) -> int:
 def report(checks: Sequence[Check], *, title: str) -> int:
     """Run checks and print the report; returns 1 if a required one failed, else 0."""
     findings = [find(check) for check in checks]
-    table = Table(
-        "part", "state", *(Column(name, overflow="fold") for name in ("found", "what to do")), title=title
-    )
+    table = FittedTable("part", "state", "found", "what to do", title=title)
     for finding in findings:
         missing = Text("MISSING", style="bold red") if finding.required else Text("missing", style="yellow")
         state = Text("ok", style="green") if finding.works else missing

@@ -5,8 +5,13 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.segment import Segment
+from rich.table import Column, Table
+from rich.text import Text
 
 _SAME: Final = 1e-9
 
@@ -81,3 +86,55 @@ class Terminal(Console):
 
 def _clean(text: str) -> str:
     return "\n".join(map(one_line, text.split("\n")))
+
+
+class FittedTable:
+    """A table that breaks no word: with borders, without them in a narrow terminal, or as one block of
+    ``column: cell`` lines per row if even that does not fit.
+    """
+
+    def __init__(self, *columns: str, title: str = "", caption: str = "") -> None:
+        self._columns, self._title, self._caption = columns, Text(one_line(title)), Text(one_line(caption))
+        self._rows: list[list[Text]] = []
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Add a row with a cell per column."""
+        self._rows.append([Text(cell) if isinstance(cell, str) else cell for cell in cells])
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for style, has_edge in ((box.HEAVY_HEAD, True), (box.SIMPLE_HEAD, False)):
+            widths = self._widths(options.max_width - (3 if has_edge else 2) * len(self._columns) - has_edge)
+            if widths:
+                columns = [
+                    Column(Text(one_line(name)), width=width, overflow="fold")
+                    for name, width in zip(self._columns, widths, strict=True)
+                ]
+                table = Table(
+                    *columns, title=self._title or None, caption=self._caption or None, box=style,
+                    caption_justify="left", show_edge=has_edge, padding=(0, 1) if has_edge else (0, 1, 0, 0),
+                )  # fmt: skip
+                for row in self._rows:
+                    table.add_row(*row)
+                yield table
+                return
+        yield Text(self._title.plain, style="bold")
+        for row in self._rows:
+            yield row[0]
+            for name, cell in zip(self._columns[1:], row[1:], strict=True):
+                if cell.plain:
+                    yield Padding(Text.assemble(f"{one_line(name)}: ", cell), (0, 0, 0, 4), expand=False)
+        if self._caption:
+            yield self._caption
+
+    def _widths(self, room: int) -> list[int]:
+        """Return the widths of the columns in ``room`` characters, [] if a word would be broken."""
+        cells = [[name, *(row[n].plain for row in self._rows)] for n, name in enumerate(self._columns)]
+        widths = [
+            max((cell_len(word) for text in column for word in text.split()), default=1) for column in cells
+        ]
+        natural = [max(cell_len(line) for text in column for line in text.split("\n")) for column in cells]
+        if sum(widths) > room:
+            return []
+        while sum(widths) < room and (short := [n for n, width in enumerate(widths) if width < natural[n]]):
+            widths[max(short, key=lambda n: natural[n] / widths[n])] += 1
+        return widths

@@ -26,6 +26,7 @@ from outrider.plugins.registry import Name, field_markers
 from outrider.training.settings import RunSettings
 
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_MAX_PARENTS: Final = 3  # types that a title names
 _ROLE: Final = re.compile(r":\w+:`~?\.?([^`]*)`")
 
 
@@ -84,6 +85,8 @@ class Section:
 
     kind: type[BaseModel]
     paths: tuple[str, ...]
+    parents: tuple[str, ...] = ()
+    """The types of the sections that contain the tables, if they have types."""
 
     @property
     def type_name(self) -> str:
@@ -95,7 +98,15 @@ class Section:
     def title(self) -> str:
         """The tables, and the ``type`` that selects the class."""
         names = ", ".join(f"`{path}`" for path in self.paths)
+        if 0 < len(self.parents) <= _MAX_PARENTS:
+            names += f" of {', '.join(f'`{parent}`' for parent in self.parents)}"
         return names + (f' with `type = "{self.type_name}"`' if self.type_name else "")
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of the class's docstring, unless it begins with a key."""
+        sentence = re.split(r"(?<=[.;]) (?=[A-Z`])", " ".join(about(self.kind).split()))[0]
+        return "" if sentence.startswith("`") else sentence
 
     def settings(self) -> list[Setting]:
         """The keys, except ``type``."""
@@ -111,19 +122,22 @@ def sections(top: str = "") -> tuple[Section, ...]:
     """All sections in the order of a recipe, each class once; only those of one top-level table if it is
     named.
     """
-    paths: dict[type[BaseModel], list[str]] = {}
+    paths: dict[type[BaseModel], dict[str, None]] = {}
+    parents: dict[type[BaseModel], dict[str, None]] = {}
 
-    def visit(kind: type[BaseModel], path: str) -> None:
-        if path in paths.setdefault(kind, []):
+    def visit(kind: type[BaseModel], path: str, parent: str) -> None:
+        parents.setdefault(kind, {}).update({parent: None} if parent else {})
+        if path in paths.setdefault(kind, {}):
             return
-        paths[kind].append(path)
+        paths[kind][path] = None
+        own_type = Section(kind, (path,)).type_name
         for name in kind.model_fields:
             if path or not top or name == top:
                 for inner in inner_classes(kind, name):
-                    visit(inner, f"{path}.{name}".lstrip("."))
+                    visit(inner, f"{path}.{name}".lstrip("."), own_type)
 
-    visit(RunSettings, "")
-    return tuple(Section(kind, tuple(found)) for kind, found in paths.items())
+    visit(RunSettings, "", "")
+    return tuple(Section(kind, tuple(found), tuple(parents[kind])) for kind, found in paths.items())
 
 
 def inner_classes(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
@@ -227,7 +241,7 @@ def _own_docstring(kind: type) -> str:
 
 
 def _plain(text: str) -> str:
-    return _ROLE.sub(r"`\1`", text).replace("``", "`")
+    return re.sub(r"\bNone\b", f"`{NONE}`", _ROLE.sub(r"`\1`", text).replace("``", "`"))
 
 
 def _sentences_with(name: str, docstring: str) -> str:

@@ -11,7 +11,7 @@ from docsite.demo_curve import curves
 from docsite.method_pictures import FOLDER, METHODS
 from docsite.method_pictures import picture as method_picture
 from docsite.picture import picture
-from docsite.reference import cli_page, settings_page
+from docsite.reference import DOCS, cli_page, settings_pages
 from docsite.tiny_trace import play
 
 from outrider.types import Origin
@@ -48,7 +48,8 @@ def test_the_curves_of_the_demo_are_those_of_the_script() -> None:
 
 
 def test_the_reference_has_all_settings_and_commands() -> None:
-    settings, commands = settings_page(), cli_page()
+    pages, commands = settings_pages(), cli_page()
+    settings = pages["reference/settings/algorithm.md"]
     for name in (
         "grpo",
         "rapo",
@@ -61,7 +62,8 @@ def test_the_reference_has_all_settings_and_commands() -> None:
         "combined",
     ):
         assert f'`algorithm` with `type = "{name}"`' in settings
-    assert "| `num_threads` | int | `2` | at least 1 |" in settings and "`update.`" not in settings
+    assert "| `num_threads` | integer, at least 1 | `2` | Threads" in pages["reference/settings.md"]
+    assert max(len(line) for line in commands.splitlines() if not line.startswith("This page")) <= 72
     for name in (
         "train",
         "eval",
@@ -76,6 +78,25 @@ def test_the_reference_has_all_settings_and_commands() -> None:
         "replay",
     ):
         assert f"`outrider {name}`" in commands
+
+
+def test_the_pages_of_settings_are_up_to_date() -> None:
+    pages = settings_pages()
+    written = {
+        "reference/settings.md",
+        *(f"reference/settings/{page.name}" for page in DOCS.glob("reference/settings/*")),
+    }
+    assert written == set(pages)
+    for name, text in pages.items():
+        assert (DOCS / name).read_text(encoding="utf-8") == text, "run: python -m docsite.reference"
+
+
+def test_every_heading_of_settings_occurs_once_and_every_key_has_a_sentence() -> None:
+    for name, text in settings_pages().items():
+        headings = re.findall("^## (.*)$", text, re.MULTILINE)
+        assert len(headings) == len(set(headings)), name
+        rows = re.findall(r"^\| \[?`.*$", text, re.MULTILINE)
+        assert rows and all(re.search(r"\w.*\| \S.*[.)] \|$", row) for row in rows), name
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 from docsite.plugins import all_metrics_page, plugins_page
-from docsite.reference import PAGES, settings_page
+from docsite.reference import PAGES, settings_pages
 
 from outrider.metrics import DECLARED
 from outrider.metrics.registry import metrics_page
@@ -48,9 +48,12 @@ def test_every_plugin_has_a_row_with_its_settings_and_pages() -> None:
 
 
 def test_links_to_settings_hit_a_heading() -> None:
-    anchors = set(re.findall(r"settings\.md#([^)]+)", plugins_page()))
-    headings = re.findall("^## (.*)$", settings_page(), re.MULTILINE)
-    made = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", one).strip().lower()) for one in headings}
+    anchors = set(re.findall(r"\]\((settings/\w+\.md#[^)]+)", plugins_page()))
+    made = set()
+    for name, page in settings_pages().items():
+        for title in re.findall("^## (.*)$", page, re.MULTILINE):
+            anchor = re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
+            made.add(f"{name.removeprefix('reference/')}#{anchor}")
     assert len(anchors) == sum(len(BUILT_IN[kind]) for kind in ("algorithms", "environments", "engines"))
     assert anchors <= made
 

@@ -232,3 +232,10 @@ def test_plan_of_a_cpu_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "GPU" not in out and "on the CPU" in out
     assert main(["plan", recipe, "--device", "cpu", "--gpus", "2"]) == 2
+
+
+@pytest.mark.parametrize("options", [[], ["--device", "H100", "--gpus", "8"]])
+def test_the_lines_of_a_plan_fit_80_columns(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "recipes/demo.toml", *options])
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("not yet")]
+    assert len(lines) > 10 and max(map(len, lines)) <= 80

@@ -71,6 +71,7 @@ class ObjectiveSettings(Settings):
     other rollouts (``leave_one_out``).
     """
     loss: LossSettings = ClipLoss()
+    """Loss of a token."""
     aggregation: Literal[
         "token_mean",
         "sequence_mean_token_mean",

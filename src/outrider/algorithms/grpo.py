@@ -114,7 +114,9 @@ class GroupSettings(ObjectiveSettings):
     """
 
     overlong: OverlongSettings | None = None
+    """DAPO's penalty for answers close to the length limit."""
     dynamic_sampling: DynamicSamplingSettings | None = None
+    """DAPO's replacement of groups whose rollouts all have the same reward."""
     reward_kl_weight: float = Field(0.0, ge=0)
 
     @property

@@ -22,7 +22,9 @@ class ClipLoss(Settings):
 
     type: Literal["clip"] = "clip"
     clip_low: float = Field(0.2, ge=0, le=1)
+    """Lower bound of the ratio: 1 - ``clip_low``."""
     clip_high: float = Field(0.2, ge=0)
+    """Upper bound of the ratio: 1 + ``clip_high``."""
     dual_clip: float | None = Field(None, gt=1)
     keep_clipped_gradient: bool = False
 
@@ -46,7 +48,9 @@ class CispoLoss(Settings):
 
     type: Literal["cispo"] = "cispo"
     ratio_cap: float = Field(gt=0)
+    """Upper bound of the ratio that weights a token."""
     ratio_floor: float = Field(0.0, ge=0)
+    """Lower bound of the ratio that weights a token."""
 
     @model_validator(mode="after")
     def _bounded(self) -> "CispoLoss":

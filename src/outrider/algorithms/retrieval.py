@@ -147,11 +147,17 @@ class RetrievalAdvantageSettings(Settings):
     """
 
     num_hybrid: int = Field(4, ge=0)
+    """Number of rollouts of a group that may retrieve."""
     advantage_weight: float = Field(0.2, ge=0)
+    """Weight a of the retrieval reward in the advantage (Eq. 10; 0: off)."""
     ratio_weight: float = Field(0.05, ge=0)
+    """Weight m of the retrieved share in the ratio (Eq. 8; 0: off)."""
     quality: bool = True
+    """Whether the retrieval reward depends on the change of the entropy (Eq. 6)."""
     timing: Literal["entropy", "inverse_entropy", "none"] = "entropy"
+    """Factor of the retrieval reward: the entropy before the retrieval, its inverse, or 1 (ablations)."""
     sign: Literal["decrease", "increase"] = "decrease"
+    """Whether a decrease or an increase of the entropy is rewarded (ablation)."""
 
     @model_validator(mode="after")
     def _rewards_something(self) -> "RetrievalAdvantageSettings":
@@ -266,7 +272,9 @@ class RetrievalSettings(Settings):
 
     probability: float = Field(0.5, ge=0, le=1)
     final_probability: float | None = Field(None, ge=0, le=1)
+    """Probability at the end of the run, which ``schedule`` approaches."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the probability changes from ``probability`` to ``final_probability`` over the run."""
     scope: Literal["all", "same_task", "other_tasks"] = "all"
     include_terminal: bool = False
     """Whether the last step of a trajectory, which contains the answer, can be retrieved."""

@@ -70,11 +70,8 @@ def _pack(parsed: argparse.Namespace) -> int:
 
 
 def _verify(parsed: argparse.Namespace) -> int:
-    from rich.table import Column, Table
-    from rich.text import Text
-
     from outrider.evaluation.packs import CHECKSUM, verify
-    from outrider.printing import Terminal, one_line
+    from outrider.printing import FittedTable, Terminal
 
     if wrong := [item for item in parsed.overrides if not all(item.partition("="))]:
         raise ConfigError(f"{wrong[0]!r} is not of the form section.key=PATH")
@@ -84,9 +81,7 @@ def _verify(parsed: argparse.Namespace) -> int:
     counts = {"evaluations": "evaluations", "panels": "scores of task sets", "exact": "rows of exact returns",
               "costs": "runs' costs"}  # fmt: skip
     contents = ", ".join(f"{len(tables[key])} {name}" for key, name in counts.items() if tables[key])
-    table = Table(
-        "check", Column("result", overflow="fold"), title=Text(one_line(f"{parsed.pack.name}, {sha256[:12]}"))
-    )
+    table = FittedTable("check", "result", title=f"{parsed.pack.name}, {sha256[:12]}")
     table.add_row("files", f"{len(verified.manifest.files)} unchanged, none missing, none added")
     table.add_row("tables", f"recomputed from the results, identical: {contents or 'empty'}")
     Terminal().print(table)

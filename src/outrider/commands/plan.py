@@ -83,7 +83,8 @@ def _plan(parsed: argparse.Namespace) -> int:
         print_lines(json.dumps({**as_json(plan), "refused": refusal}))
     else:
         print_lines(
-            *lines(plan), *([f"not yet: this version refuses that layout: {refusal}"] if refusal else [])
+            *(part for line in lines(plan) for part in line.split("\n")),
+            *([f"not yet: this version refuses that layout: {refusal}"] if refusal else []),
         )
     return 0 if plan.fit.fits else 1
 

@@ -13,13 +13,12 @@ from statistics import fmean
 from typing import Final
 
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, compare
 from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Estimate, Scores
 from outrider.files import replace_file
-from outrider.printing import is_graded, one_line, points, score
+from outrider.printing import FittedTable, is_graded, one_line, points, score
 from outrider.viewer.report import page_template
 from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
 
@@ -336,12 +335,7 @@ def compare_runs(paths: Sequence[Path], *, markdown: Path | None, html: Path | N
 def show_report(report: Report, *, markdown: Path | None, html: Path | None, console: Console) -> int:
     """Print a report and write the requested files. Returns 0."""
     for table in report.tables:
-        rich_table = Table(
-            *(Column(Text(one_line(name)), overflow="fold") for name in table.columns),
-            title=Text(one_line(table.title)),
-            caption=Text(one_line(table.caption)),
-            caption_justify="left",
-        )
+        rich_table = FittedTable(*table.columns, title=table.title, caption=table.caption)
         for row in table.rows:
             rich_table.add_row(*(Text(one_line(cell)) for cell in row))
         console.print(rich_table)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.table import Table
 from rich.text import Text
 
 from outrider import __version__
@@ -24,7 +23,7 @@ from outrider.evaluation.report import EvalTasksReport, build_report, requested_
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings, choose_scorer, judge_identity, load_tasks
 from outrider.files import replace_file
-from outrider.printing import Terminal, one_line, print_lines, score
+from outrider.printing import FittedTable, Terminal, one_line, print_lines, score
 from outrider.types import Json
 
 FORMAT: Final = "outrider regrade 1"
@@ -65,13 +64,13 @@ def describe_changes(regraded: RegradeReport) -> list[str]:
     return [*lines, *more, *faults, *(f"rules: {deviation}" for deviation in regraded.after.deviations)]
 
 
-def side_by_side(regraded: RegradeReport) -> Table:
+def side_by_side(regraded: RegradeReport) -> FittedTable:
     """A table with one row per score, and columns for the old and the new value."""
     before, after = (
         {entry.name: entry for entry in report.scores} for report in (regraded.before, regraded.after)
     )
-    title = Text(one_line(f"{regraded.after.name}, {regraded.after.num_tasks} tasks"))
-    table = Table("score", "before [95 %]", "now [95 %]", "tasks", title=title)
+    title = f"{regraded.after.name}, {regraded.after.num_tasks} tasks"
+    table = FittedTable("score", "before [95 %]", "now [95 %]", "tasks", title=title)
     for name in {**after, **before}:
         old, new = before.get(name), after.get(name)
         cells = (Text("-" if entry is None else entry.text) for entry in (old, new))

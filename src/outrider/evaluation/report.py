@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from rich.table import Table
 from rich.text import Text
 
 from outrider.evaluation.grading import RETURN, Scorer, Variant, find_variant
 from outrider.evaluation.results import EvalTasksSummary, SampleResult, summarise
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings
-from outrider.printing import one_line, score
+from outrider.printing import FittedTable, one_line, score
 from outrider.rollout.evaluate import interval
 from outrider.types import Json
 
@@ -110,14 +109,10 @@ class EvalTasksReport:
             "task_scores": dict(summary.task_scores),
         }  # fmt: skip
 
-    def table(self) -> Table:
+    def table(self) -> FittedTable:
         """The scores."""
-        table = Table(
-            "score",
-            "value [95 % interval]",
-            "tasks",
-            title=Text(one_line(f"{self.name}, {self.num_tasks} tasks")),
-        )
+        title = f"{self.name}, {self.num_tasks} tasks"
+        table = FittedTable("score", "value [95 % interval]", "tasks", title=title)
         for entry in self.scores:
             name = entry.name if entry.is_share else f"{entry.name} (no share)"
             table.add_row(Text(name), Text(entry.text), str(entry.num_tasks))

@@ -1,5 +1,6 @@
 """The plan of a recipe: memory requirements, whether it fits, and suggested changes."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -212,7 +213,12 @@ def seconds_words(plan: Plan) -> str:
 
 
 def _line(name: str, value: str, words: str = "") -> str:
-    return f"{name:<24} {value:>16}  {words}".rstrip()
+    start = f"{name:<24} {value:>16}"
+    return "\n".join(
+        textwrap.wrap(f"{start}  {words}", 79, subsequent_indent=" " * 43, break_on_hyphens=False)
+        if words
+        else [start]
+    )
 
 
 def _gb(size: float) -> str:

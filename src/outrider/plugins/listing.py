@@ -2,14 +2,12 @@
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final, cast
-
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
 from outrider.config import Settings
 from outrider.errors import ConfigError
@@ -28,25 +26,118 @@ from outrider.plugins.registry import (
     registered,
     resolve,
 )
-from outrider.printing import Terminal
+from outrider.printing import print_lines
 
+_DESCRIPTIONS: Final[Mapping[Kind, Mapping[str, str]]] = {
+    "algorithms": {
+        "grpo": "GRPO: a rollout's advantage is its return relative to its group.",
+        "reinforce++": "REINFORCE++: advantages are whitened over all policy tokens of a step.",
+        "rejection": "Rejection sampling and fine-tuning: imitate accepted rollouts of the policy.",
+        "rapo": "RAPO (arXiv 2603.03078): some rollouts retrieve steps of other agents from a buffer.",
+        "arpo": "ARPO and AEPO (arXiv 2507.19849, 2510.14545): rollouts fork at uncertain steps.",
+        "gigpo": "GiGPO: advantages of episodes, and of turns that acted in the same state.",
+        "empo2": "EMPO² (arXiv 2602.23008): some rollouts read a memory of tips that the policy writes.",
+        "combined": "Retrieval (RAPO), branching (ARPO) and tips (EMPO²) in any combination.",
+        "luffy": "LUFFY: a demonstration is one rollout of each group.",
+        "rollout_replay": "RolloutReplay: some groups of a step are replayed from earlier steps.",
+        "tree_grpo": "Tree-GRPO: the rollouts of a group are branches of a few trees.",
+    },
+    "environments": {
+        "factbook": "Questions about the CIA World Factbook, with a search tool (extra factbook).",
+        "tools": "Your own questions, with search, Python, browser, MCP servers and functions.",
+        "scienceworld": "Science experiments in a text simulator (Java, extra scienceworld).",
+        "webshop": "Find and buy a product in a web shop.",
+        "textworld": "Generated text games (extra textworld).",
+        "house": "Find a thing in the rooms of a house; needs no package.",
+        "alfworld": "Household tasks; the extra alfworld is needed for the published games only.",
+        "gym": "An environment of Gymnasium or GEM (extra gym, or gem-llm).",
+        "agent": "A program of yours that calls an OpenAI-compatible endpoint (extra agent).",
+        "verifiers": "An environment of verifiers, in a Python of its own.",
+        "openenv": "An environment on a server of OpenEnv (extra openenv).",
+        "reasoning_gym": "Puzzles that reasoning-gym generates and verifies (extra reasoning-gym).",
+    },
+    "tools": {
+        "search": "BM25 search in your passages.",
+        "python": "Run Python code in a sandbox without files, network and processes.",
+        "browser": "Read a page, from a file or live, for a question.",
+        "mcp": "The tools of an MCP server (extra mcp).",
+    },
+    "engines": {
+        "local": "The trained model generates in process, on a CPU or one GPU.",
+        "vllm": "vLLM generates, in process or in processes of its own (extra vllm).",
+        "retrospex": "The local engine with a critic that selects among candidates (for evaluations).",
+    },
+    "embedders": {
+        "minilm": "all-MiniLM-L6-v2, 384 dimensions, without torch (extra minilm).",
+        "hash": "Hashed word counts, for tests and toy tasks; needs no package.",
+    },
+    "trackers": {
+        "tensorboard": "Scalars for TensorBoard in the run directory (extra tensorboard).",
+        "wandb": "A Weights & Biases run with the name of the run directory (extra wandb).",
+        "trackio": "A Trackio run with the name of the run directory (extra trackio).",
+    },
+    "call_formats": {
+        "hermes": "A JSON object per call, each between tags.",
+        "qwen3_coder": "Every argument is text between its own tags.",
+        "llama3_json": "JSON objects without tags, one after another or in a list.",
+        "pythonic": "A Python list of calls with literal arguments.",
+    },
+}
+"""Descriptions of the built-in plug-ins; those of others are the first sentences of their docstrings."""
+_PRESETS: Final[Mapping[str, str]] = {
+    "grpo-official": "GRPO as verl trains it.",
+    "grpo-paper": "GRPO of its paper.",
+    "dr-grpo": "Dr. GRPO: no division by the std or by the length.",
+    "dapo": "DAPO: a higher upper clip, dynamic sampling, and a penalty for long answers.",
+    "dapo-official": "DAPO of the released script.",
+    "gppo": "GPPO: clipped tokens keep a gradient.",
+    "gppo-official": "GPPO of the released script.",
+    "gspo": "GSPO: one ratio per rollout.",
+    "cispo": "CISPO: every token keeps its gradient, times a capped ratio.",
+    "cispo-official": "CISPO as verl trains it.",
+    "rloo": "RLOO: the baseline is the mean return of the other rollouts.",
+    "rloo-official": "RLOO of verl's script.",
+    "rloo-trl": "RLOO of TRL's trainer.",
+    "reinforce++-official": "REINFORCE++ of OpenRLHF.",
+    "reinforce++-verl": "REINFORCE++ as verl trains it.",
+    "reinforce++-baseline": "REINFORCE++ with the mean of the group as baseline.",
+    "reinforce++-baseline-official": "REINFORCE++ with baseline, of OpenRLHF.",
+    "arpo-released": "ARPO of the released code.",
+    "aepo": "AEPO: ARPO with balanced entropy in rollouts and in the update.",
+    "aepo-released": "AEPO of the released code.",
+    "gigpo-official": "GiGPO of the released WebShop script.",
+    "gigpo-paper": "GiGPO of its paper.",
+    "empo2-alg1": "EMPO² with the ratio of its Algorithm 1.",
+    "empo2-centered": "EMPO² for small models.",
+    "empo2-released": "EMPO² of the released code.",
+    "luffy-official": "LUFFY of the released code.",
+    "luffy-paper": "LUFFY of its paper.",
+    "rollout-replay": "RolloutReplay of its paper.",
+    "rollout-replay-official": "RolloutReplay of the released code.",
+    "tree-grpo": "Tree-GRPO of its paper.",
+    "tree-grpo-official": "Tree-GRPO of the released script.",
+}
 PREFIX: Final = "plug-in "  # prefix of a digest's name in a checkpoint
 
 
-def print_plugins(kinds: Sequence[Kind], console: Console | None = None) -> int:
-    """Print one table per kind. Returns 1 if a plug-in cannot be imported, else 0."""
-    console = console or Terminal()
+def print_plugins(kinds: Sequence[Kind]) -> int:
+    """Print the name and description of every plug-in and preset. Returns 1 if a plug-in cannot be imported,
+    else 0.
+    """
     status = 0
+    width = min(80, shutil.get_terminal_size().columns)
     for kind in kinds:
-        columns = Column("name", no_wrap=True), Column("from", no_wrap=True), "what"
-        table = Table(*columns, title=kind, title_justify="left")
+        print_lines(f"{kind.replace('_', ' ')}:")
         for name, source, line, is_broken in rows(kind):
             status |= is_broken
-            table.add_row(Text(name), Text(source), Text(line, style="red" if is_broken else ""))
-        console.print(table)
-    console.print(
-        "A recipe may also name a class by its import path: package.module:Class (docs/plugins.md)."
-    )
+            origin = {"built in": ""}.get(
+                source, f"  (preset {source})" if source[:3] == "of " else f"  ({source})"
+            )
+            print_lines(f"  {name}{origin}")
+            text = f"BROKEN: {line}" if is_broken else line
+            print_lines(*textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6))
+        print_lines("")
+    print_lines("A recipe can also name an import path: package.module:Class (docs/plugins.md).")
     return int(status)
 
 
@@ -55,7 +146,7 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
     for name in known_names(kind):
         try:
             cls = resolve(kind, name)
-            yield name, str(find_origin(cls)), summary(cls), False
+            yield name, str(find_origin(cls)), _DESCRIPTIONS[kind].get(name) or summary(cls), False
         except ConfigError as error:
             yield name, package_labels(registered(kind).get(name, ())) or "built in", str(error), True
             continue
@@ -64,11 +155,17 @@ def rows(kind: Kind) -> Iterator[tuple[str, str, str, bool]]:
             has_shorter_name = short.endswith(PAPER) and short.removesuffix(PAPER) in presets
             if owner == name and not has_shorter_name:
                 keys = preset_keys(kind, name, preset)
-                yield short, f"of {name}", f"Sets {', '.join(keys)}." if keys else "The default.", False
+                sets = f"Sets {', '.join(keys)}." if keys else "The default."
+                yield short, f"of {name}", f"{_PRESETS.get(short, '')} {sets}".lstrip(), False
     for name, points in sorted(registered(kind).items()):
         if name in BUILT_IN[kind]:
             line = f"hidden by the one that is built in: name it {points[0].value}"
             yield name, package_labels(points), line, False
+
+
+def description(kind: Kind, name: str) -> str:
+    """Return what a built-in plug-in is; "" for another name."""
+    return _DESCRIPTIONS[kind].get(name, "")
 
 
 def summary(cls: type) -> str:

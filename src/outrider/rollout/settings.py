@@ -41,9 +41,13 @@ class EvaluationSettings(Settings):
     """
 
     split: str = "test"
+    """Split of the tasks."""
     num_tasks: int = Field(200, ge=1)
+    """Number of tasks: the first ones of the split."""
     num_samples: int = Field(1, ge=1)
+    """Number of rollouts per task."""
     temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of evaluations (0: greedy)."""
     every: int = Field(0, ge=0)
     at_start: bool = True
     panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None

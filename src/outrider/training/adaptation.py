@@ -11,7 +11,6 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Literal
 
-from rich.table import Table
 from rich.text import Text
 
 from outrider.algorithms.reflexion import ReflexionHook
@@ -19,7 +18,7 @@ from outrider.algorithms.tips import TIPS_ON, MemorySettings, TipHook
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.memory.embedders import load_embedder
-from outrider.printing import Terminal, score
+from outrider.printing import FittedTable, Terminal, score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons, require_room
@@ -101,7 +100,7 @@ def _run_trials(
     display: Progress,
     meter: TokenMeter,
     trackers: TrackerSet,
-) -> Table:
+) -> FittedTable:
     """The memory starts empty, so the first trial is the model alone. The table has a row per trial."""
     settings, evaluation_settings = parts.settings, parts.settings.evaluation
     num_done = 0
@@ -112,7 +111,7 @@ def _run_trials(
         display.advance(done)
 
     meter.num_done = lambda: num_done
-    table = Table(
+    table = FittedTable(
         "trial", "score [95 % interval]", "mean return, no share", "tasks", "faults", title="no weight update"
     )
     tasks, tasks_hash = list(parts.test_tasks), hash_tasks(parts.test_tasks)

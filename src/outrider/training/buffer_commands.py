@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.padding import Padding
 from rich.text import Text
 
 from outrider.config import validate
@@ -17,7 +17,7 @@ from outrider.memory import chat_files as sources
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import BuildReport
-from outrider.printing import Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, print_lines
 from outrider.rollout.endpoint import Collector
 from outrider.training.experts import CollectionLog, fill_buffer
 from outrider.training.settings import RunSettings
@@ -160,21 +160,14 @@ def print_hits(file: Path, *, embedder: str, history: str, k: int) -> int:
     if not hits:
         print_lines("no step to show: the buffer is empty, or all its steps end an episode")
         return 0
-    table = Table(
-        *(
-            Column(name, overflow="fold")
-            for name in ("similarity", "step", "agent", "reward", "text and observation")
-        ),
-        title=Text(file.name),
-        show_lines=True,
-    )
-    for hit in hits:
+    for rank, hit in enumerate(hits, start=1):
         record = hit.record
-        location = f"{record.task_key} #{record.step_index} ({record.trajectory_id})"
+        print_lines(
+            f"{rank}. similarity {hit.similarity:.4f}, reward {record.reward:g}, agent {record.agent}",
+            f"   step {record.step_index} of {record.task_key} ({record.trajectory_id})",
+        )
         text = f"{record.text.strip()}\n{record.observation.strip()}".strip()
-        cells = (f"{hit.similarity:.4f}", location, record.agent, f"{record.reward:g}", text)
-        table.add_row(*(Text(cell) for cell in cells))
-    Terminal().print(table)
+        Terminal().print(Padding(Text(text), (0, 0, 0, 6), expand=False))
     return 0
 
 
@@ -275,7 +268,7 @@ def _quantiles(values: Sequence[float]) -> str:
 
 
 def _print_counts(title: str, values: Mapping[str, object]) -> None:
-    table = Table(*(Column(name, overflow="fold") for name in ("what", "value")), title=Text(title))
+    table = FittedTable("what", "value", title=title)
     for name, value in values.items():
         table.add_row(Text(name), Text(str(value)))
     Terminal().print(table)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Column, Table
 from rich.text import Text
 
 from outrider.environments.base import (
@@ -21,7 +20,7 @@ from outrider.environments.base import (
     split_tasks,
 )
 from outrider.errors import DataError, EnvironmentFault, ToolFault
-from outrider.printing import Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, print_lines
 from outrider.rollout.episode import episode_outcome, play_texts
 from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
@@ -243,9 +242,7 @@ def _print_differences(
 ) -> None:
     differing = [(leaf, difference) for leaf, difference in results if difference is not None]
     if differing:
-        table = Table(
-            *(Column(name, overflow="fold") for name in _COLUMNS), title=f"step {step}: first differences"
-        )
+        table = FittedTable(*_COLUMNS, title=f"step {step}: first differences")
         for leaf, difference in differing[:_MAX_ROWS]:
             turn = "" if difference.turn is None else str(difference.turn)
             recorded, replayed = _excerpts(difference.recorded, difference.replayed)
@@ -254,7 +251,7 @@ def _print_differences(
         Terminal().print(table)
         if len(differing) > _MAX_ROWS:
             print_lines(f"... and {len(differing) - _MAX_ROWS} more rollouts that differ")
-    summary = Table("rollouts", "count", title=f"step {step}")
+    summary = FittedTable("rollouts", "count", title=f"step {step}")
     counts = {
         "replayed": len(results),
         "same": len(results) - len(differing),

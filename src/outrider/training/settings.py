@@ -312,7 +312,9 @@ class TrainSettings(Settings):
     """
 
     num_steps: int = Field(100, ge=0)
+    """Number of training steps."""
     tasks_per_step: int = Field(8, ge=1)
+    """Number of tasks of a training step, each with ``algorithm.group_size`` rollouts."""
     stages: tuple[StageSettings, ...] = ()
     max_policy_tokens: int | None = Field(None, ge=1)
     checkpoint_every: int = Field(10, ge=1)
@@ -351,6 +353,7 @@ class RunSettings(Settings):
     num_threads: int = Field(2, ge=1)
     """Threads of torch. Leave a core to tools and simulators."""
     model: ModelSettings = ModelSettings()
+    """The model to train."""
     engine: EngineConfig = LocalSettings()
     """How the policy generates text."""
     environment: EnvironmentConfig
@@ -358,12 +361,17 @@ class RunSettings(Settings):
     algorithm: AlgorithmSettings
     """How rollouts are sampled and become an update."""
     rollout: Limits = Limits()
+    """Limits of one rollout: turns, tokens and time."""
     buffer: BufferSettings = BufferSettings()
+    """The step-trace buffer that RAPO retrieves from."""
     cold_start: ColdStartSettings = ColdStartSettings()
     train: TrainSettings = TrainSettings()
+    """Length of the training, checkpoints and time limits."""
     optimizer: OptimizerSettings = OptimizerSettings()
+    """AdamW, its learning rate and the norm of its gradients."""
     update: UpdateSettings = UpdateSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
+    """Which tasks are evaluated, when, and how."""
     trackers: tuple[TrackerName, ...] = ()
     """Where metrics are logged besides the run directory (docs/look/trackers.md)."""
     cluster: ClusterSettings = ClusterSettings()
