@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.commands import positive
-from outrider.commands.train import add_smoke, print_settings, recipe_changes, smoke
+from outrider.commands.train import add_progress, add_smoke, print_settings, recipe_changes, smoke
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 
@@ -36,7 +36,7 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="short for model.name=...; with --tasks also a run directory or a checkpoint in one"
     )
-    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    add_progress(parser)
     tasks = parser.add_argument_group("task sets", "docs/evaluation.md")
     tasks.add_argument("--tasks", metavar="NAME[=FILE]", help="task set, file of questions, or environment")
     tasks.add_argument(

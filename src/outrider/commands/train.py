@@ -67,6 +67,17 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_progress(parser: argparse.ArgumentParser) -> None:
+    """The option for the display."""
+    parser.add_argument(
+        "--progress",
+        choices=("auto", "rich", "plain", "json", "none"),
+        default="auto",
+        help="a live display (rich), a log (plain), one JSON object per event, or nothing; "
+        "default: rich on a terminal, plain in a file",
+    )
+
+
 @contextmanager
 def smoke(
     make_settings: Callable[[Sequence[str]], "RunSettings"],
@@ -116,7 +127,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --resume: although the code of a plug-in is another one",
     )
-    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    add_progress(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     add_smoke(parser)
     parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")

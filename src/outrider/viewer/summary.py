@@ -150,7 +150,7 @@ def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
         status = "gone"
     else:
         status = "finished" if data.is_done else "stopped"
-    resume_hint = f"continue with: outrider train --resume {run}"
+    resume_hint = f"continue with: outrider train --resume {shlex.quote(str(run))}"
     description = f"stopped; {resume_hint}" if status == "stopped" else str(status)
     if status == "gone" and live is not None:
         host = live.get("host")
