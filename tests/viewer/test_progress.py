@@ -28,6 +28,7 @@ from outrider.viewer.progress import (
     is_alarm,
     make_progress,
 )
+from tests.log_lines import texts
 
 
 class Clock:
@@ -41,12 +42,6 @@ class Clock:
 def plain(clock: Clock) -> tuple[PlainProgress, io.StringIO]:
     stream = io.StringIO()
     return PlainProgress(stream=stream, clock=clock), stream
-
-
-def texts(output: str) -> list[str]:
-    """The lines of a log without their times; every line has one."""
-    lines = [re.fullmatch(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d (.*)", line) for line in output.splitlines()]
-    return [line[2] for line in lines if line] if all(lines) else pytest.fail(f"a line has no time: {output}")
 
 
 def test_plain_prints_no_report_twice() -> None:

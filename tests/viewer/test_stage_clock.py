@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from outrider.viewer.progress import PlainProgress, RichProgress, StageClock
-from tests.viewer.test_progress import Clock, texts
+from tests.log_lines import texts
+from tests.viewer.test_progress import Clock
 
 
 def test_time_left_of_an_even_pace() -> None:

@@ -12,8 +12,9 @@ from outrider.rollout.hooks import RolloutStatus
 from outrider.types import Message, Task
 from outrider.viewer import progress
 from outrider.viewer.progress import PlainProgress, Progress, WatchedProgress
+from tests.log_lines import texts
 from tests.rollout.fakes import Factory, Fake, contents, scheduler, scripted, tasks
-from tests.viewer.test_progress import Clock, texts
+from tests.viewer.test_progress import Clock
 
 END = StepResult(message=None, done=True)
 

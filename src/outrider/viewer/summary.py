@@ -67,7 +67,7 @@ def _score_lines(data: RunData) -> Iterator[str]:
     for evaluation in scored:
         yield f"{evaluation.label:<{min(width, 24)}}  {_score(evaluation)}"
         if (graded := evaluation.graded_return) is not None:
-            yield f"{'':<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
+            yield f"{evaluation.label:<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
     if (gain := gain_over_start([asdict(evaluation) for evaluation in scored])) is not None:
         gained, _, over = str(gain).partition(" over ")
         yield gained
