@@ -27,7 +27,7 @@ def speak(folder: Path) -> None:
         os.system("echo from a program")
         return assign(*arguments)
 
-    trainer.assign_step_advantages = assign_and_print
+    setattr(trainer, "assign_step_advantages", assign_and_print)  # noqa: B010
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_plain_log_has_a_line_per_event(folder: Path) -> None:
     lines = texts(output)
     assert len(set(lines)) == len(lines)
     assert lines[0].startswith("outrider ") and f"recipe {folder / 'recipe.toml'}" in lines[0]
-    for part in ("torch ", "host ", "1 threads on ", f"run {shlex.quote(str(run))}"):
+    for part in ("torch ", "host ", "1 thread on ", f"run {shlex.quote(str(run))}"):
         assert part in lines[0]
     steps = [line for line in lines if line.startswith("step ") and "reward" in line]
     assert [line.split()[1] for line in steps] == ["1/2", "2/2"]

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from outrider.errors import ConfigError
 from outrider.printing import one_line
-from outrider.viewer import progress as progress_module
 from outrider.viewer.progress import (
     Field,
     JsonProgress,
@@ -123,7 +122,8 @@ def test_json_has_an_object_per_event_and_stdout_for_itself(capsys: pytest.Captu
     assert isinstance(progress, JsonProgress)
     progress.stage("train", 2, unit="step")
     print("a library's message")
-    progress.advance(1, **{"reward": 0.25, "no signal": float("nan"), "tokens/s": 8.0, "truncated": "1: x"})
+    fields: dict[str, Field] = {"no signal": float("nan"), "tokens/s": 8.0, "truncated": "1: x"}
+    progress.advance(1, reward=0.25, **fields)
     progress.note("ALARM: \x1b[2J", event="note", number=3)
     progress.note("saved", event="checkpoint", path="runs/a b")
     progress.close()
@@ -347,7 +347,7 @@ def test_durations_are_short() -> None:
 
 def test_tokens_and_their_speed_are_shown_beside_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = count()
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: float(next(seconds)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(seconds)))
     stream = io.StringIO()
     display = PlainProgress(stream=stream, heartbeat_s=0.0)
     meter = TokenMeter(display)

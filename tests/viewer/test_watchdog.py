@@ -4,6 +4,7 @@ import io
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ class Told(Progress):
         self.notes: list[str] = []
         self.has_one = threading.Event()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, **details: Any) -> None:
         self.notes.append(text)
         self.has_one.set()
 

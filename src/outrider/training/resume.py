@@ -234,7 +234,8 @@ def note_start(display: Progress, *, run: Path, source: str, num_threads: int, d
     commit = _commit(Path(outrider.__file__).parents[2])
     display.note(
         f"outrider {outrider.__version__}{f' (commit {commit})' if commit else ''}, "
-        f"torch {torch.__version__}, host {platform.node()}, {num_threads} threads on {num_cores} cores, "
+        f"torch {torch.__version__}, host {platform.node()}, "
+        f"{num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores, "
         f"{processor}; {source}; run {shlex.quote(str(run))}",
         event="start",
         version=outrider.__version__,
