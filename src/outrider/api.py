@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Recipe: TypeAlias = "str | Path | Mapping[str, Any] | RunSettings"
 """A TOML file, its content as a mapping, or settings."""
-Progress: TypeAlias = Literal["auto", "rich", "plain", "none"]
+Progress: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
 OnStart: TypeAlias = Callable[[Callable[[], bool]], None]
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments", "algorithm": "algorithms", "engine": "engines",
@@ -63,7 +63,8 @@ def train(
         environment: a class, an object, a name or a table in place of the recipe's section; likewise
             ``algorithm`` and ``engine``. If the class of an object cannot be imported, pass the object again
             when you resume the run.
-        progress: how to display progress; None prints lines in a notebook and nothing in a program.
+        progress: how to display progress (``json`` prints one object per event); None prints lines in a
+            notebook and nothing in a program.
         changed_plugins: whether the code of plug-ins may differ from that of the run's start.
         on_start: called with a function that requests a stop after the current step; it replaces the handling
             of interruptions.
@@ -103,8 +104,15 @@ def train(
 
             other_processes["start_remote"] = remote_rollouts
         with _stopping(directory.path, on_start) as stop:
-            run_training(opened, progress=progress, on_start=stop, **other_processes)
+            run_training(
+                opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes
+            )
     return load_run(directory.path)
+
+
+def _file_name(recipe: "Recipe | None") -> str | None:
+    """Return the name of the recipe's file, None if the recipe has none."""
+    return str(recipe) if isinstance(recipe, str | Path) else None
 
 
 def _default_progress() -> Progress:
@@ -207,12 +215,13 @@ def evaluate(
         if settings.evaluation.num_trials:
             from outrider.training.adaptation import adapt
 
-            adapt((RunDirectory.create(folder, settings), settings), progress=progress)
+            opened = RunDirectory.create(folder, settings), settings
+            adapt(opened, progress=progress, recipe=_file_name(recipe))
             return load_run(folder)
         from outrider.training.setup import run_training
 
         opened = RunDirectory.create(folder, settings), settings
-        run_training(opened, progress=progress, on_start=lambda stop: None)
+        run_training(opened, progress=progress, on_start=lambda stop: None, recipe=_file_name(recipe))
     return load_run(folder)
 
 

@@ -21,6 +21,11 @@ from outrider.suggestions import did_you_mean
 
 Command = Callable[[argparse.Namespace], int]
 GROUPS: Final = ("run", "inspect", "compare", "data", "share", "machine")
+_QUIET: Final = {
+    "TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error", "DATASETS_VERBOSITY": "error", "VLLM_LOGGING_LEVEL": "WARNING",
+}  # fmt: skip
+"""Environment variables that keep progress bars and messages of other libraries out of a log."""
 COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "init": ("doctor", "run", "write a commented recipe to start from"),
     "new": ("doctor", "run", "write a small package with a plug-in, its test and a recipe"),
@@ -69,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse_arguments(arguments)
         command: Command = parsed.command
+        if "progress" in parsed and (parsed.progress in ("plain", "json", "none") or not sys.stdout.isatty()):
+            for name, value in _QUIET.items():  # before the libraries are imported
+                os.environ.setdefault(name, value)
         with exit_on_second_signal(_resume_hint(parsed)), reraise_lost_interrupts():
             return command(parsed)
     except (Exception, KeyboardInterrupt) as error:

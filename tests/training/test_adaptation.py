@@ -13,7 +13,10 @@ from outrider.errors import EnvironmentFault
 from outrider.rollout.settings import Limits
 from outrider.runs import Run
 from outrider.trace import Trace
+from outrider.training import adaptation
 from outrider.types import Origin, Task
+from outrider.viewer.progress import PlainProgress
+from tests.log_lines import messages
 from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
 from tests.training.tool_run import write_tool_run
 
@@ -75,12 +78,15 @@ def test_a_trial_shows_its_tokens_and_without_any_result_it_is_an_error(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = recipe.parent / "shown"
+    monkeypatch.setattr(adaptation, "make_progress", lambda mode: PlainProgress(heartbeat_s=0.0))
     options = [*MEMORY, "--adapt", "2", "--progress", "plain"]
     assert main(["eval", str(recipe), *options, "--run", str(run)]) == 0
     output = capsys.readouterr().out
     assert (
         "tips, trial 1: start, 3 to do" in output and "generated" in output and "tips, trial 2 3/3" in output
     )
+    trials = [line.partition(":")[0] for line in messages(output) if " on 3 tasks, 0 faults" in line]
+    assert trials == ["tips, trial 1", "tips, trial 2"]
 
     def refuse(environment: ToolEnvironment, task: Task, seed: int) -> None:
         raise EnvironmentFault("no simulator today")

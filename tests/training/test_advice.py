@@ -84,10 +84,10 @@ def test_prompts_without_room() -> None:
         require_room([full], context_length=9)
 
 
-def advice() -> Advice:
+def advice(algorithm: dict[str, Any] | None = None) -> Advice:
     settings = RunSettings.model_validate(
-        {"model": {"name": "m"}, "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"},
-         "rollout": LIMITS.model_dump()}
+        {"model": {"name": "m"}, "environment": {"type": "factbook"},
+         "algorithm": algorithm or {"type": "grpo"}, "rollout": LIMITS.model_dump()}
     )  # fmt: skip
     return Advice(settings=settings, context_length=100, stop=("</search>", "</answer>"))
 
@@ -111,7 +111,10 @@ def test_a_step_without_signal_is_explained(trace: Trace, reason: str) -> None:
     ("counted", "reason"),
     [
         ({}, "from the second turn on, and 4 of them ended in their first turn"),
-        ({"retrieval/rate": 0.0, "retrieval/num_no_candidate": 5.0}, "the buffer held no step for 5"),
+        (
+            {"retrieval/rate": 0.0, "retrieval/num_no_candidate": 5.0},
+            "the buffer has no step for 5 retrievals",
+        ),
         ({"retrieval/rate": 0.5, "retrieval/num_dropped": 2.0}, "raise rollout.max_response_tokens (now 8)"),
         ({"retrieval/rate": 0.5, "retrieval/num_refused": 2.0}, "refused 2 retrieved actions"),
         ({"retrieval/rate": 0.0}, "no turn drew a retrieval"),
@@ -131,3 +134,23 @@ def test_the_same_advice_is_repeated_only_every_few_steps() -> None:
     assert len(one.lines([trace_of(1)], step=15, values=NO_SIGNAL)) == 1
     lost = NO_SIGNAL | {"rollout/num_masked": 4.0}  # faults have an alarm of their own
     assert advice().lines([trace_of(1)], step=1, values=lost) == []
+
+
+@pytest.mark.parametrize(
+    ("retrieval", "reason"),
+    [
+        (
+            {"scope": "same_task"},
+            "none within algorithm.retrieval.scope = same_task that the rollout had not",
+        ),
+        (
+            {"min_similarity": 0.99},
+            "none within algorithm.retrieval.scope = all reaches algorithm.retrieval.min_similarity = 0.99",
+        ),
+    ],
+)
+def test_the_filter_that_left_no_step_is_named(retrieval: dict[str, Any], reason: str) -> None:
+    algorithm = {"type": "rapo", "group_size": 4, "num_hybrid": 2, "retrieval": retrieval}
+    counted = {"retrieval/rate": 0.0, "retrieval/num_no_candidate": 5.0, "buffer/num_steps": 8.0}
+    [line] = advice(algorithm).lines([trace_of(1, mode=HYBRID)], step=1, values=RETRIEVED_NOTHING | counted)
+    assert f"the buffer (8 steps) has no step for 5 retrievals: {reason}" in line

@@ -21,6 +21,7 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
 from outrider.training.step_metrics import retrieval_metrics, rollout_metrics, skipped_alarms, step_alarms
 from outrider.types import Message, Origin, Outcome, Task
+from tests.log_lines import messages
 from tests.training.tool_run import write_tool_run
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
@@ -61,7 +62,7 @@ def test_a_run_reports_lost_and_retried_rollouts(
     run = train(recipe, "flaky", "train.max_retries=1")
     output = capsys.readouterr().out
     assert "the simulator hung up" in output and "tries were repeated" in output
-    [before] = [line for line in output.splitlines() if line.startswith("before training: ")]
+    [before] = [line for line in messages(output) if line.startswith("before training: ")]
     assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
     record = next(
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line

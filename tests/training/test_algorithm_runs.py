@@ -25,6 +25,7 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
 from outrider.types import Origin, Step
 from outrider.viewer.records import TraceReader
+from tests.log_lines import messages
 from tests.training.short_runs import labels, records, resume, same_weights, train
 from tests.training.tool_run import write_demonstrations, write_tool_run
 
@@ -278,7 +279,7 @@ def test_a_run_that_can_show_no_tip_warns_at_its_start(
     """Six tasks, two a step: after three steps none has been played twice."""
     options = ("algorithm.memory_probability=1", "algorithm.memory.scope=task", "train.num_steps=3")
     run = train(recipe, "no-tips", *TIPS, *options, progress="plain")
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NO TIPS")]
+    [line] = [line for line in messages(capsys.readouterr().out) if line.startswith("NO TIPS")]
     assert "6 groups" in line and "6 tasks" in line and "algorithm.memory.scope" in line
     assert sum(record["tips/num_shown"] for record in records(run)) == 0
 

@@ -20,6 +20,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import open_buffer
+from tests.log_lines import messages
 from tests.training.short_runs import assert_same, begin, content, interrupted, resume, rewrite_state
 from tests.training.tool_run import write_tool_run
 
@@ -114,7 +115,7 @@ def test_damaged_checkpoints_give_way_to_an_older_one_and_the_bits_are_the_same(
     for number, (damage, _) in enumerate(DAMAGES, start=11):
         damage(Path(shutil.copytree(newest(killed), newest(killed).with_name(f"step-{number:06d}"))))
     resume(killed, progress="plain")
-    lines = capsys.readouterr().out.splitlines()
+    lines = messages(capsys.readouterr().out)
     for number, (_, reason) in enumerate(DAMAGES, start=11):
         [line] = [line for line in lines if f"step-{number:06d} is damaged: " in line]
         assert line.startswith("DAMAGED CHECKPOINT, going back to an older one: ") and reason in line

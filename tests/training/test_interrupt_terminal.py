@@ -9,6 +9,7 @@ import torch
 
 from outrider.signals import _REPEAT_S, STOPPING
 from outrider.training import learner
+from tests.log_lines import messages
 from tests.training.terminal import OnTerminal, Screen
 from tests.training.tool_run import write_tool_run
 
@@ -74,12 +75,12 @@ def test_one_press_ends_with_a_checkpoint_and_whole_lines(
 ) -> None:
     on = OnTerminal(*command(recipe, tmp_path / "r", progress))
     try:
-        on.wait_for("train   0/400" if progress == "plain" else "reward")
+        on.wait_for("train: start, 400" if progress == "plain" else "reward")
         on.press_ctrl_c()
         status = on.end()
     finally:
         on.kill()
-    shown = on.screen.shown
+    shown = messages("\n".join(on.screen.shown))
     assert status == 130 and on.screen.is_cursor_shown
     stopped = next(line for line in shown if line.startswith("stopped on request after step "))
     assert stopped.endswith(f"--resume {tmp_path / 'r'}")

@@ -99,7 +99,8 @@ def test_a_cold_start_imitates_a_file_of_trajectories(
     assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
     output = capsys.readouterr().out
     assert "cold start: 3 of 4 expert rollouts solved their task" in output
-    assert "cold start: expert rollouts 4/4" in output  # not 0/4
+    assert "cold start: expert rollouts: start, 4 to do" in output
+    assert "cold start: fine-tuned, optimizer steps: 2, loss " in output
     # Not "evaluate after", and not "evaluate of FOLDER"
     assert "evaluation after cold start: start" in output
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -16,6 +16,7 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
+from tests.log_lines import messages
 from tests.memory.builders import make_trajectory
 from tests.training.short_runs import (
     assert_same,
@@ -128,7 +129,7 @@ def test_changes_that_are_allowed_are_reported(
         "but may not reproduce the same bits"
     ) in output
     assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in output
-    [line] = [line for line in output.splitlines() if line.startswith("OTHER PROCESSOR")]
+    [line] = [line for line in messages(output) if line.startswith("OTHER PROCESSOR")]
     assert "the checkpoint was written with processor " in line and "(now another)" in line
     assert "(now avx1024)" in line and "NPY_DISABLE_CPU_FEATURES=AVX2)" in line
 

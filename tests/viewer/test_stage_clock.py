@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from outrider.viewer.progress import PlainProgress, RichProgress, StageClock
+from tests.log_lines import texts
 from tests.viewer.test_progress import Clock
 
 
@@ -129,7 +130,7 @@ def displays(clock: Clock) -> tuple[PlainProgress, RichProgress, io.StringIO]:
     rich = RichProgress(
         console=Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None), clock=clock
     )
-    return PlainProgress(stream=stream, clock=clock, interval=0.0), rich, stream
+    return PlainProgress(stream=stream, clock=clock, heartbeat_s=0.0), rich, stream
 
 
 def shown(rich: RichProgress, plain: io.StringIO) -> tuple[str, str]:
@@ -161,10 +162,10 @@ def test_both_displays_count_the_evaluations_between_the_steps() -> None:
         display.advance(11)
     line, drawn = shown(rich, stream)
     rich.close()
+    assert "elapsed 10:10" in drawn
     for text in (line, drawn):
         minutes, seconds = text.split("left ")[1].split()[0].split(":")
         assert 0.6 * 9 * 60 <= 60 * int(minutes) + int(seconds) <= 1.4 * 9 * 60
-        assert "elapsed 10:10" in text
 
 
 def test_a_resumed_run_shows_no_estimate_before_its_first_step() -> None:
@@ -172,7 +173,7 @@ def test_a_resumed_run_shows_no_estimate_before_its_first_step() -> None:
     plain, rich, stream = displays(clock)
     for display in (plain, rich):
         display.stage("train", 40, done=35)
-    assert stream.getvalue() == "train: 35 of 40 done\n"
+    assert texts(stream.getvalue()) == ["train: 35 of 40 done"]
     clock.now += 50.0
     for display in (plain, rich):
         display.advance(35, generated=100)
@@ -185,9 +186,11 @@ def test_a_resumed_run_shows_no_estimate_before_its_first_step() -> None:
     assert "left 3:20" in line and "left 3:20" in drawn
 
 
-def test_reward_is_a_mean_of_the_last_twenty() -> None:
+def test_the_mean_of_the_last_twenty_rewards_is_shown_with_the_reward_of_the_step() -> None:
     stage = StageClock(name="train", total=None, clock=Clock())
     for done in range(1, 31):
         stage.advance(done, {"reward": float(done)})
-    assert stage.fields["reward"] == pytest.approx(sum(range(11, 31)) / 20)
+    assert stage.fields["reward"] == 30.0
+    assert stage.reward_mean == (pytest.approx(sum(range(11, 31)) / 20), 20)
+    assert "reward 30.00 (mean 20.50 of 20)" in stage.summary()
     assert stage.left is None

@@ -4,13 +4,16 @@ import io
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from typing import Any
 
 import pytest
 
 from outrider.environments.base import StepResult
 from outrider.rollout.hooks import RolloutStatus
 from outrider.types import Message, Task
+from outrider.viewer import progress
 from outrider.viewer.progress import PlainProgress, Progress, WatchedProgress
+from tests.log_lines import texts
 from tests.rollout.fakes import Factory, Fake, contents, scheduler, scripted, tasks
 from tests.viewer.test_progress import Clock
 
@@ -24,7 +27,7 @@ class Told(Progress):
         self.notes: list[str] = []
         self.has_one = threading.Event()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, **details: Any) -> None:
         self.notes.append(text)
         self.has_one.set()
 
@@ -91,16 +94,16 @@ def test_any_sign_of_progress_keeps_it_silent_and_silence_brings_it_again(clock:
 def test_all_calls_are_forwarded() -> None:
     stream = io.StringIO()
     display = WatchedProgress(
-        PlainProgress(stream=stream, interval=0.0), rollout_status=RolloutStatus(), after_s=0.0
+        PlainProgress(stream=stream, heartbeat_s=0.0), rollout_status=RolloutStatus(), after_s=0.0
     )
     display.stage("train", 4, done=2)
     display.advance(3, reward=0.5)
     display.note("said")
     display.close()
-    lines = stream.getvalue().splitlines()
+    lines = texts(stream.getvalue())
     assert (
         lines[0] == "train: 2 of 4 done"
-        and lines[1].startswith("train 3/4  reward 0.5")
+        and lines[1].startswith("train 3/4: reward 0.5")
         and lines[2] == "said"
     )
 
@@ -129,6 +132,22 @@ def test_a_step_that_hangs_is_named_while_it_hangs_and_the_result_is_the_same() 
     assert "in evaluate 0/2; rollouts: 1 in an environment's step (longest: task 1/0, " in display.notes[0]
     assert "the main thread is in outrider.rollout.scheduler.run_to_end, line " in display.notes[0]
     assert held == play(Fake, None) and whereabouts.snapshot() == []
+
+
+def test_the_thread_calls_the_display_regularly_also_without_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ticked(Progress):
+        def __init__(self) -> None:
+            self.has_ticked = threading.Event()
+
+        def tick(self) -> None:
+            self.has_ticked.set()
+
+    monkeypatch.setattr(progress, "_TICK_S", 0.01)
+    display = Ticked()
+    with closing(WatchedProgress(display, rollout_status=RolloutStatus(), after_s=0.0)):
+        assert display.has_ticked.wait(10)
 
 
 def test_no_thread_stays_behind() -> None:

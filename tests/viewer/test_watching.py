@@ -118,7 +118,9 @@ def test_it_follows_until_the_run_ends(
         monkeypatch.setattr(following.time, "sleep", sleep)
         assert cli.main(["watch", str(run)]) == 0
     out = capsys.readouterr().out
-    assert out.count(": running") == 2 and out.count(": finished") == 1 and "learned " in out
+    assert out.count(": running") == 1 and out.count(": finished") == 1 and "learned " in out
+    while_running = out.partition(": finished")[0].splitlines()
+    assert len(set(while_running)) == len(while_running) and "> checkpoint" in while_running
 
 
 def test_ctrl_c_ends_only_the_watching(

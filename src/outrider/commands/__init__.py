@@ -58,13 +58,15 @@ def all_parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentPa
                 yield from all_parsers(subparser)
 
 
-def add_progress(parser: argparse.ArgumentParser) -> None:
+def add_progress(parser: argparse.ArgumentParser, *, has_json: bool = True) -> None:
     """The option ``--progress``."""
     parser.add_argument(
         "--progress",
-        choices=("auto", "rich", "plain", "none"),
+        choices=("auto", "rich", "plain", *(["json"] if has_json else []), "none"),
         default="auto",
-        help="form of the log (default: auto, rich on a terminal and plain in a file)",
+        help="a live display (rich), a log (plain), "
+        f"{'one JSON object per event (json), ' if has_json else ''}or nothing; default: rich on a terminal, "
+        "plain in a file",
     )
 
 

@@ -57,7 +57,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--no-replay", action="store_true", help="replay nothing; needs neither torch nor a model"
     )
     parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder for the replayed run")
-    add_progress(parser)
+    add_progress(parser, has_json=False)
     parser.set_defaults(command=_verify)
 
 

@@ -15,7 +15,7 @@ _POLL_INTERVAL_S: Final = 1.0
 
 def follow(run: Path, *, once: bool) -> int:
     """Print the state of the run until it ends, then its summary; exit status 0. If the output is no
-    terminal, print a line for each new step, stage or note.
+    terminal, print only new lines, at each new step, stage or note.
 
     Ctrl-C ends this and nothing of the run.
     """
@@ -36,9 +36,10 @@ def _follow_until_end(run: Path, state: RunSnapshot) -> RunSnapshot:
     """The run when it no longer runs."""
     console = Terminal()
     if not console.is_terminal or console.is_dumb_terminal:
+        printed: tuple[str, ...] = ()
         while state.status == "running":
-            print_lines(*state.lines)
-            previous = state.state_key
+            print_lines(*(line for line in state.lines if line not in printed))
+            printed, previous = state.lines, state.state_key
             while state.state_key == previous:
                 time.sleep(_POLL_INTERVAL_S)
                 state = read_snapshot(run)

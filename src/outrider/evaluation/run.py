@@ -6,13 +6,13 @@ folder has one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.resul
 """
 
 import json
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Literal
 
 from outrider.engines.base import Engine
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
@@ -39,13 +39,22 @@ from outrider.rollout.faults import require_results, require_room
 from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.training.policy import set_threads
+from outrider.training.resume import note_start
 from outrider.training.settings import ModelSettings
 from outrider.training.setup import make_renderer
 from outrider.types import Json, Task
-from outrider.viewer.progress import SET_UP, Progress, TokenMeter, WatchedProgress, make_progress
+from outrider.viewer.progress import (
+    SET_UP,
+    Progress,
+    ProgressMode,
+    TokenMeter,
+    WatchedProgress,
+    make_progress,
+)
 
 Record = Callable[[Sequence[FinishedRollout]], None]
 _MODE = "evaluation"
+_NOT_IN_LOG = ("identity", "task_scores")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,9 +222,7 @@ def _retry_notes(num_retries: int) -> list[str]:
 _MAX_JUDGES = 8  # concurrent judge requests for one batch of answers
 
 
-def evaluate_tasks(
-    settings: EvalTasksSettings, folder: Path, *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
-) -> int:
+def evaluate_tasks(settings: EvalTasksSettings, folder: Path, *, progress: ProgressMode = "auto") -> int:
     """Run the pending samples, write ``summary.json`` and print it.
 
     Returns the exit status: 0 even if faults remain, which are reported, and 1 if no sample could be scored.
@@ -233,6 +240,13 @@ def evaluate_tasks(
         make_progress(progress), rollout_status=rollout_status, after_s=settings.watchdog_s
     )
     try:
+        note_start(
+            display,
+            run=folder,
+            source=f"tasks {settings.tasks}",
+            num_threads=settings.num_threads,
+            device="cpu" if settings.model is None else settings.model.device,
+        )
         display.stage(SET_UP, None)
         if settings.model is not None:
             tools = settings.environment if settings.tools != "off" else None
@@ -242,10 +256,20 @@ def evaluate_tasks(
             ):
                 display.note(line)
         report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
+        display.note(
+            f"{report.name}: "
+            + ", ".join(f"{entry.name} {entry.text}" for entry in report.scores[:1])
+            + f" on {report.num_tasks} tasks, {report.num_faults} faults",
+            event="evaluation",
+            **{name: value for name, value in report.as_json().items() if name not in _NOT_IN_LOG},
+            summary=str(folder / SUMMARY),
+        )
     finally:
         display.close()
-    Terminal().print(report.table())
-    print_lines(*report.lines(), *notes, f"{time.monotonic() - start_time:.1f} s; {folder / SUMMARY}")
+    if progress != "json":
+        Terminal().print(report.table())
+        seconds = f"{time.monotonic() - start_time:.1f} s"
+        print_lines(*report.lines(), *notes, f"{seconds}; {shlex.quote(str(folder / SUMMARY))}")
     if not report.summary.num_scored:
         print_lines(
             "outrider: no sample could be scored; once the cause is gone, the same command tries again",

@@ -6,10 +6,10 @@ what any trial has solved. Every trial leaves a line in ``evaluations.jsonl`` an
 ``python -m benchmarks.compare_by_task`` draws the curve over them.
 """
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import fmean
-from typing import Literal
 
 from rich.text import Text
 
@@ -26,19 +26,31 @@ from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Leaf
 from outrider.training.components import Components
+from outrider.training.resume import note_start
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build
-from outrider.training.step_metrics import evaluation_metrics
+from outrider.training.step_metrics import evaluation_fields, evaluation_metrics
 from outrider.training.step_records import RecordFiles
-from outrider.viewer.progress import SET_UP, Progress, TokenMeter, WatchedProgress, make_progress
+from outrider.viewer.progress import (
+    SET_UP,
+    Progress,
+    ProgressMode,
+    TokenMeter,
+    WatchedProgress,
+    make_progress,
+)
 from outrider.viewer.trackers import TrackerSet, make_trackers
 
 
 def adapt(
-    opened: tuple[RunDirectory, RunSettings], *, progress: Literal["auto", "rich", "plain", "none"] = "auto"
+    opened: tuple[RunDirectory, RunSettings],
+    *,
+    progress: ProgressMode = "auto",
+    recipe: str | None = None,
 ) -> int:
-    """Run the trials, write ``evaluations.jsonl`` and print the curve; exit status 0.
+    """Run the trials, write ``evaluations.jsonl`` and print the curve; exit status 0. ``recipe`` is the name
+    of its file for the log.
 
     Raises what set-up raises, and EnvironmentFault if a trial has no result; the trials before it are on
     file.
@@ -49,6 +61,13 @@ def adapt(
         make_progress(progress), rollout_status=rollout_status, after_s=settings.train.watchdog_s
     )
     try:
+        note_start(
+            display,
+            run=run.path,
+            source=f"recipe {shlex.quote(recipe or str(run.path / 'config.toml'))}",
+            num_threads=settings.num_threads,
+            device=settings.model.device,
+        )
         display.stage(SET_UP, None)
         meter = TokenMeter(display)
         try:
@@ -76,7 +95,8 @@ def adapt(
     finally:
         display.close()
         run.release()
-    Terminal().print(table)
+    if progress != "json":
+        Terminal().print(table)
     return 0
 
 
@@ -174,6 +194,12 @@ def _run_trials(
             trial=own,
         )
         trackers.log(trial, evaluation_metrics(evaluation))
+        display.note(
+            f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} on "
+            f"{evaluation.num_tasks} tasks, {evaluation.num_faults} faults",
+            event="evaluation",
+            **evaluation_fields(evaluation),
+        )
         table.add_row(
             label,
             Text(score(evaluation.score, evaluation.ci_low, evaluation.ci_high)),

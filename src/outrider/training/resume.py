@@ -3,7 +3,10 @@
 import hashlib
 import json
 import os
+import platform
 import re
+import shlex
+import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +48,7 @@ from outrider.training.data import QueuedStep
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
+from outrider.viewer.progress import Progress
 from outrider.viewer.records import MemoryWriter, RolloutWriter, TraceReader, TraceWriter
 
 if TYPE_CHECKING:
@@ -220,6 +224,42 @@ def chosen_instructions() -> list[str]:
     numpy.
     """
     return [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+
+
+def note_start(display: Progress, *, run: Path, source: str, num_threads: int, device: str) -> None:
+    """Show the header of a log: versions, machine, and ``source``, the recipe or tasks of the run."""
+    processor, num_cores = read_processor().model, os.cpu_count() or 1
+    if device.startswith("cuda") and torch.cuda.is_available():
+        processor += f", {torch.cuda.get_device_name(device)}"
+    commit = _commit(Path(outrider.__file__).parents[2])
+    display.note(
+        f"outrider {outrider.__version__}{f' (commit {commit})' if commit else ''}, "
+        f"torch {torch.__version__}, host {platform.node()}, "
+        f"{num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores, "
+        f"{processor}; {source}; run {shlex.quote(str(run))}",
+        event="start",
+        version=outrider.__version__,
+        commit=commit or None,
+        torch=str(torch.__version__),
+        host=platform.node(),
+        threads=num_threads,
+        cores=num_cores,
+        processor=processor,
+        device=device,
+        source=source,
+        run=str(run),
+    )
+
+
+def _commit(root: Path) -> str:
+    """The commit of a checkout, with ``-dirty`` if files have changed; empty for an installed package."""
+    if not (root / ".git").exists():
+        return ""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=8", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _software() -> dict[str, str]:

@@ -4,12 +4,13 @@
 first rollout.
 """
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from safetensors import SafetensorError
 
@@ -42,12 +43,19 @@ from outrider.training.data import read_eval_tasks, task_notes, training_tasks
 from outrider.training.experts import fill_buffer, read_demonstrations
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
-from outrider.training.resume import require_continuable
+from outrider.training.resume import note_start, require_continuable
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import ModelSettings, RunSettings, require_experts
 from outrider.training.trainer import Trainer
 from outrider.types import Task
-from outrider.viewer.progress import SET_UP, Progress, TokenMeter, WatchedProgress, make_progress
+from outrider.viewer.progress import (
+    SET_UP,
+    Progress,
+    ProgressMode,
+    TokenMeter,
+    WatchedProgress,
+    make_progress,
+)
 from outrider.viewer.report import write_report
 from outrider.viewer.run_reader import RecordedProgress
 from outrider.viewer.summary import summary_lines
@@ -73,12 +81,14 @@ def local_learner(settings: RunSettings, *, initial: bool) -> Learner:
 def run_training(
     opened: tuple[RunDirectory, RunSettings],
     *,
-    progress: Literal["auto", "rich", "plain", "none"],
+    progress: ProgressMode,
     on_start: Callable[[Callable[[], bool]], None],
+    recipe: str | None = None,
     start_learner: StartLearner = local_learner,
     start_remote: StartRemote | None = None,
 ) -> None:
-    """Build the components, train or continue, and write the report whatever happened.
+    """Build the components, train or continue, and write the report whatever happened. ``recipe`` is the name
+    of its file for the log (None: the run's own ``config.toml``).
 
     ``start_remote`` starts engines in other processes, if there are any. ``on_start`` gets a function that
     requests a stop after the current step and returns whether the display reports that.
@@ -111,6 +121,13 @@ def run_training(
         )
         cleanup.callback(display.close)
         displays.append(display)
+        note_start(
+            display,
+            run=run.path,
+            source=f"recipe {shlex.quote(recipe or str(run.path / 'config.toml'))}",
+            num_threads=settings.num_threads,
+            device=settings.model.device,
+        )
 
         def begin(num_restarts: int, attempt_cleanup: ExitStack) -> Callable[[], None]:
             trainer = _set_up(
@@ -187,13 +204,17 @@ def _log_results(run: RunDirectory, display: Progress) -> None:
     """Print what was learned and its cost, and write the report. An error here is only reported: if the run
     failed, its own error must stay the one that is raised.
     """
+    path = shlex.quote(str(run.path))
     try:
         for line in summary_lines(run.path):
-            display.note(line)
-        display.note(f"report: {write_report(run.path)}")
+            display.note(line, event="summary")
+        report = write_report(run.path)
+        display.note(
+            f"report: {shlex.quote(str(report))}", event="end", run=str(run.path), report=str(report)
+        )
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        display.note(f"NO REPORT: {reason}; write it later with: outrider report {run.path}")
+        display.note(f"NO REPORT: {reason}; write it later with: outrider report {path}")
 
 
 def build(

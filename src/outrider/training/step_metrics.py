@@ -285,12 +285,23 @@ class Advice:
                 "rollout.max_turn_tokens"
             )
         if values.get("retrieval/num_no_candidate"):
-            return (
-                f"{begin}the buffer held no step for {values['retrieval/num_no_candidate']:.0f} retrievals; "
-                "look at the retrieval's scope, min_similarity and include_terminal, and at the tasks of the "
-                "buffer (outrider buffer stats)"
-            )
+            return begin + self._describe_missing_steps(values)
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
+
+    def _describe_missing_steps(self, values: Mapping[str, float]) -> str:
+        """The filters that left no step of the buffer for a retrieval."""
+        retrieval = getattr(getattr(self.settings.algorithm, "parts", None), "retrieval", None)
+        size = f" ({values['buffer/num_steps']:.0f} steps)" if "buffer/num_steps" in values else ""
+        text = f"the buffer{size} has no step for {values['retrieval/num_no_candidate']:.0f} retrievals"
+        if retrieval is None:
+            return text
+        scope = f"algorithm.retrieval.scope = {retrieval.scope}"
+        if retrieval.min_similarity is not None:
+            return (
+                f"{text}: none within {scope} reaches algorithm.retrieval.min_similarity = "
+                f"{retrieval.min_similarity:g}"
+            )
+        return f"{text}: none within {scope} that the rollout had not seen (outrider buffer stats FILE)"
 
 
 # Declared metrics of one step's rollouts (meanings: docs/metrics.md).
@@ -563,6 +574,12 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/num_tasks": float(evaluation.num_tasks),
         "eval/num_faults": float(evaluation.num_faults),
     }
+
+
+def evaluation_fields(evaluation: Evaluation) -> dict[str, float | str]:
+    """The fields of an evaluation in a log for programs."""
+    names = ("label", "step", "score", "ci_low", "ci_high", "mean_return", "num_tasks", "num_faults")
+    return {name: getattr(evaluation, name) for name in names}
 
 
 # The record of a training step.

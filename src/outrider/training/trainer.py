@@ -6,6 +6,7 @@ evaluations and checkpoints in between.
 and backward passes.
 """
 
+import shlex
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +23,14 @@ from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import format_mean_return, score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate, gain_over_start
-from outrider.rollout.faults import fault_line, lost_reasons, require_results, require_room
+from outrider.rollout.faults import (
+    count_cut,
+    cut_line,
+    fault_line,
+    lost_reasons,
+    require_results,
+    require_room,
+)
 from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.training.checkpoint import checkpoint_step_or_none, checkpoints_newest_first
@@ -46,6 +54,7 @@ from outrider.training.step_metrics import (
     Advice,
     StepClock,
     environment_metrics,
+    evaluation_fields,
     evaluation_metrics,
     rollout_metrics,
     skipped_alarms,
@@ -54,7 +63,7 @@ from outrider.training.step_metrics import (
     step_record,
 )
 from outrider.training.step_records import NodeValues, collect_node_values
-from outrider.viewer.progress import Progress
+from outrider.viewer.progress import Field, Progress
 from outrider.viewer.summary import STEP_FIELDS
 from outrider.viewer.trackers import TrackerSet
 
@@ -110,7 +119,7 @@ class Trainer:
             self.progress.note(
                 f"stopped on request after step {state.step} of {self.parts.settings.train.num_steps}, "
                 f"{saved}; "
-                f"continue with: outrider train --resume {self.run.path}"
+                f"continue with: outrider train --resume {shlex.quote(str(self.run.path))}"
             )
 
     def _train(self) -> None:
@@ -179,10 +188,11 @@ class Trainer:
             )
         return False
 
-    def _train_step(self) -> dict[str, float]:
+    def _train_step(self) -> dict[str, Field]:
         """One step: rollouts, advantages, update, record. Returns what is displayed of it."""
         parts, state, cluster = self.parts, self.state, self.parts.settings.cluster
         clock = StepClock(remote=parts.remote)
+        self.progress.advance(self.num_done, phase="collecting rollouts")
         queued = self._next_rollouts()
         sampled = queued.sampled
         require_results(sampled.traces, sampled.faults)
@@ -208,6 +218,7 @@ class Trainer:
         # The rollouts of the next step may be generated during this update.
         with prefetching as prefetch:
             clock.mark_update_start()
+            self.progress.advance(self.num_done, phase="update")
             update_traces = interleave(sampled.selected, off_policy)
             version = parts.engine.weight_version if cluster.max_staleness else None
             staleness = {}
@@ -216,14 +227,21 @@ class Trainer:
             update_report = parts.learner.update(
                 update_traces,
                 parts.algorithm,
-                on_batch=lambda num_tokens: self.progress.advance(self.num_done, trained=num_tokens),
+                on_batch=lambda num_tokens: self.progress.advance(
+                    self.num_done, phase="update", trained=num_tokens
+                ),
                 version=version,
                 probes=probes,
             )
             clock.mark_update_end()
             if prefetch is not None:
-                prefetch.wait(on_tick=lambda text: self.progress.advance(self.num_done, rollouts=text))
+                prefetch.wait(
+                    on_tick=lambda text: self.progress.advance(
+                        self.num_done, phase="waiting for rollouts of the next step", rollouts=text
+                    )
+                )
             clock.mark_wait_end()
+            self.progress.advance(self.num_done, phase="loading the new weights into the engine")
             parts.engine.load(parts.engine.weight_version + 1)
             state.step += 1
             state.task_cursor = sampled.cursor
@@ -256,7 +274,11 @@ class Trainer:
                 self.async_queue.on_step_recorded()
             # Only now: what the next rollouts bring to hooks and memories is not part of this step's record.
             state.queued = None if prefetch is None else prefetch.collect()
-        return {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
+        fields: dict[str, Field] = {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
+        cut = count_cut(sampled.traces, parts.settings.limits, context_length=parts.engine.context_length)
+        if cut:
+            fields["truncated"] = f"{cut.total()}: {cut_line(cut)}"
+        return fields
 
     def _next_rollouts(self) -> QueuedStep:
         """The rollouts of the next step: generated now, during the update before (``cluster.max_staleness``),
@@ -303,9 +325,12 @@ class Trainer:
         settings, parts = self.parts.settings, self.parts
 
         def on_finished(done: int, total: int) -> None:
-            if not training:
+            if training:
+                self._tick(f"{done}/{total}")
+            else:
                 self.num_done = done
-            self._tick(f"{done}/{total}")
+                self.progress.advance(done)
+                self._raise_if_stopped()
 
         if parts.remote is not None:
             return parts.remote.rollouts(parts, training=training, on_finished=on_finished)
@@ -351,8 +376,10 @@ class Trainer:
         if not self.parts.settings.cold_start.num_examples:
             return
         first = -self.parts.settings.cold_start.max_steps
+        losses: list[float] = []
 
         def on_step(done: int, values: dict[str, float]) -> None:
+            losses.append(values["sft/loss"])
             self.state.metrics.write(done, "sft", values)
             self.trackers.log(first + done, values)
             self._note_lines(skipped_alarms(done, values))
@@ -373,6 +400,15 @@ class Trainer:
             on_step=on_step,
             on_rollouts=lambda traces: self.state.files.write_experts(self.parts, traces),
         )
+        if losses:
+            self.progress.note(
+                f"cold start: fine-tuned, optimizer steps: {len(losses)}, "
+                f"loss {losses[0]:.3g} to {losses[-1]:.3g}",
+                event="cold_start",
+                steps=len(losses),
+                first_loss=losses[0],
+                last_loss=losses[-1],
+            )
 
     def _evaluate_start(self, checkpoint: str | None) -> None:
         """Evaluate the weights that the run begins with. If it does not train them, the evaluation is one of
@@ -433,15 +469,16 @@ class Trainer:
         )
         self.trackers.log(step if tracker_step is None else tracker_step, values)
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
+        gain = gain_over_start(self.run.finished_evaluations())
         self.progress.note(
             f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
             f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
             f"on {evaluation.num_tasks} {kind_of_tasks(len(parts.test_tasks), parts.num_training_tasks)}, "
             f"{evaluation.num_faults} "
-            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}"
+            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}",
+            event="evaluation",
+            **evaluation_fields(evaluation),
         )
-        if (gain := gain_over_start(self.run.finished_evaluations())) is not None:
-            self.progress.note(f"{label}: {gain}")
 
     def _is_evaluated(self, label: str) -> bool:
         return not self.parts.test_tasks or any(
@@ -462,6 +499,13 @@ class Trainer:
         began = time.monotonic()
         self.state.save()
         self.checkpoint_seconds = time.monotonic() - began
+        path = checkpoints_newest_first(self.run.checkpoints)[0]
+        self.progress.note(
+            f"checkpoint: {shlex.quote(str(path))} in {self.checkpoint_seconds:.1f} s",
+            event="checkpoint",
+            step=self.state.step,
+            path=str(path),
+        )
 
     def _raise_if_stopped(self) -> None:
         if self.stop.is_set():
@@ -469,7 +513,7 @@ class Trainer:
 
     def _tick(self, rollouts: str) -> None:
         """Display how many rollouts are done; gives the wait up if a stop was requested."""
-        self.progress.advance(self.num_done, rollouts=rollouts)
+        self.progress.advance(self.num_done, phase="collecting rollouts", rollouts=rollouts)
         self._raise_if_stopped()
 
     def _stage(self, name: str, total: int, *, num_parallel: int = 1) -> None:
@@ -479,7 +523,7 @@ class Trainer:
     def _show_training(self) -> None:
         self.num_done = self.state.step
         total = self.parts.settings.train.num_steps
-        self.progress.stage("train", total, done=self.num_done, line_per_unit=True)
+        self.progress.stage("train", total, done=self.num_done, unit="step")
 
     def _note_lines(self, lines: Sequence[str]) -> None:
         for line in lines:

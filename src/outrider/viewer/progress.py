@@ -1,15 +1,20 @@
-"""Live progress of a run: stages with a moving average of their pace, shown on a terminal or as plain lines.
+"""Live progress of a run: stages with a moving average of their pace, shown on a terminal, as lines of a log,
+or as JSON.
 
 :class:`WatchedProgress` adds a line when nothing was reported for a long time.
 """
 
+import contextlib
+import json
 import logging
 import math
+import os
+import re
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TextIO, TypeAlias
 
 from rich.console import Console, Group
@@ -25,6 +30,7 @@ from outrider.signals import STOPPING, clear_before_exit
 
 Field: TypeAlias = float | int | str
 Clock: TypeAlias = Callable[[], float]
+ProgressMode: TypeAlias = Literal["auto", "rich", "plain", "json", "none"]
 
 SET_UP: Final = "set-up"
 """The stage before anything is written."""
@@ -41,6 +47,11 @@ _BAR_MOST: Final = 30  # columns
 _GAPS: Final = 8  # between four cells, and after the last
 _METER_WINDOW: Final = 50  # decoding steps of the moving average of tokens per second
 _LOOKS: Final = 8  # checks of the watchdog within its time limit
+_TICK_S: Final = 5.0  # between calls of Progress.tick
+_HEARTBEAT_S: Final = 60.0
+_ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
+_FIELDS_ONLY: Final = frozenset({"stage", "step", "progress"})  # events whose text is made of their fields
+_LONGER: Final = "the same bits as far as it went"  # a finished run that was given more steps
 _log = logging.getLogger(__name__)
 
 
@@ -63,9 +74,9 @@ class StageClock:
         self.name = name
         self.total = total
         self.done = done
-        self.num_reports = 0
         self.fields: dict[str, Field] = {}
-        self._recent_fields: dict[str, Field] = {}  # reported since the last unit ended, or with its end
+        # Reported since the last unit ended or its phase began, or with its end.
+        self.recent_fields: dict[str, Field] = {}
         self._num_before = done
         self._num_parallel = num_parallel
         self._clock = clock
@@ -74,7 +85,7 @@ class StageClock:
         self._rewards: deque[float] = deque(maxlen=_REWARD_WINDOW)
 
     def advance(self, done: int, fields: dict[str, Field]) -> None:
-        """Record a report; a mean over the last rewards replaces the field ``reward``."""
+        """Record a report. A field named ``phase`` is what is being done for the next unit."""
         if done != self._marks[-1][1]:  # a report within a unit does not change the pace
             if done < self._marks[-1][1]:
                 self._marks.clear()
@@ -83,15 +94,16 @@ class StageClock:
             # The later half of the time covers a burst and the wait before it, and follows a change of pace.
             while len(self._marks) > 2 and self._marks[1][0] <= (self._started + now) / 2:
                 self._marks.popleft()
-            self._recent_fields = {}
+            self.recent_fields = {}
+            self.fields.pop("phase", None)
+        if "phase" in fields and fields["phase"] != self.fields.get("phase"):
+            self.recent_fields = {}
         self.done = done
-        self.num_reports += 1
         self.fields.update(fields)
         reward = fields.get("reward")
         if isinstance(reward, int | float):
             self._rewards.append(float(reward))
-            self.fields["reward"] = sum(self._rewards) / len(self._rewards)
-        self._recent_fields |= {name: self.fields[name] for name in fields}
+        self.recent_fields |= fields
 
     @property
     def elapsed(self) -> float:
@@ -125,19 +137,67 @@ class StageClock:
         left = self.left
         return None if left is None or (self.done == self.total and left <= 0) else duration(max(1.0, left))
 
+    @property
+    def reward_mean(self) -> tuple[float, int]:
+        """The mean of the last rewards, and their number (at most 20)."""
+        num = len(self._rewards)
+        return (sum(self._rewards) / num if num else math.nan), num
+
+    def describe(self, name: str, value: Field) -> str:
+        """A field with its name; a reward is followed by the mean of the last ones."""
+        if name == "phase":
+            return str(value)
+        text = f"{name} {compact(value):>{_VALUE}}"
+        if name != "reward" or not self._rewards:
+            return text
+        mean, num = self.reward_mean
+        width = len(str(min(_REWARD_WINDOW, self.total or _REWARD_WINDOW)))
+        return f"{text} (mean {compact(mean)} of {num:>{width}})"
+
+    @property
+    def count(self) -> str:
+        """``12/400``, or the number of units if the total is unknown."""
+        return (
+            f"{self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else str(self.done)
+        )
+
+    def unit_line(self, unit: str) -> str:
+        """The end of a unit: ``step 12/400  reward 0.412 (mean 0.380 of 12)  left 1h20``.
+
+        Numbers have a fixed width, so lines align; texts come last.
+        """
+        numbers = [
+            self.describe(name, value)
+            for name, value in self.recent_fields.items()
+            if not isinstance(value, str)
+        ]
+        texts = [f"{name} {value}" for name, value in self.recent_fields.items() if isinstance(value, str)]
+        left = [] if self.left_text is None else [f"left {self.left_text}"]
+        return "  ".join([f"{unit} {self.count}", *numbers, *left, *texts])
+
+    def heartbeat(self, unit: str) -> str:
+        """What is being done: ``step 5/9: collecting rollouts 12/32, generated 5231``. ``unit`` is empty if
+        units are no events.
+        """
+        fields = dict(self.recent_fields)
+        if unit and self.done != self.total:
+            where = f"{unit} {self.done + 1}" + ("" if self.total is None else f"/{self.total}")
+        else:
+            where = f"{self.name} {self.count.strip()}"
+        phase = " ".join(str(fields.pop(name)) for name in ("phase", "rollouts") if name in fields)
+        parts = [*([phase] if phase else []), *(f"{name} {compact(item)}" for name, item in fields.items())]
+        return f"{where}: {', '.join(parts)}" if parts else where
+
     def summary(self) -> str:
         """``train  3/40  reward  0.41  elapsed 0:12  left 2:28``, at most 80 columns.
 
         Values have a fixed width, so lines with the same fields align. If there is no room, the last fields
         are left out first, then the elapsed time.
         """
-        count = (
-            f"{self.done:>{len(str(self.total))}}/{self.total}" if self.total is not None else str(self.done)
-        )
         name = self.name if len(self.name) <= _NAME else self.name[: _NAME - 1] + "…"
-        line, room = f"{name} {count}", _COLUMNS - _LEFT - 2
-        for field, value in self._recent_fields.items():
-            part = f"  {field} {compact(value):>{_VALUE}}"
+        line, room = f"{name} {self.count}", _COLUMNS - _LEFT - 2
+        for field, value in self.recent_fields.items():
+            part = f"  {self.describe(field, value)}"
             if len(line) + len(part) <= room:
                 line += part
         if len(line) + _ELAPSED + 2 <= room:
@@ -175,11 +235,6 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}" if minutes < 6000 else f"{round(minutes / 60)}h"
 
 
-def format_field(value: Field) -> str:
-    """A field's value with four digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def compact(value: Field) -> str:
     """Format a field's value; a number below 10^13 has at most five characters: ``0.412``, ``12345``,
     ``123k``."""
@@ -191,6 +246,11 @@ def compact(value: Field) -> str:
             if len(text) <= _VALUE:
                 return text
     return f"{value:.0e}"
+
+
+def is_alarm(text: str) -> bool:
+    """Whether a note is an alarm: it names a problem that must not go unnoticed."""
+    return _ALARM.match(text) is not None and _LONGER not in text
 
 
 class Progress:
@@ -205,20 +265,25 @@ class Progress:
         *,
         done: int = 0,
         num_parallel: int = 1,
-        line_per_unit: bool = False,
+        unit: str = "",
     ) -> None:
         """Begin or continue a stage (set-up, buffer, cold start, evaluate, train) of ``total`` units, None if
         unknown.
 
-        ``done`` units are already complete, and ``num_parallel`` run at a time. ``line_per_unit`` prints a
-        line for each unit without rate limit.
+        ``done`` units are already complete, and ``num_parallel`` run at a time. If the end of each unit is an
+        event with a line of its own, ``unit`` is its name, for example ``step``.
         """
 
     def advance(self, done: int, **fields: Field) -> None:
-        """``done`` units of the stage are complete; a field named ``reward`` is shown as a moving mean."""
+        """``done`` units of the stage are complete. A field named ``reward`` is shown with a moving mean, one
+        named ``phase`` is what is being done for the next unit.
+        """
 
-    def note(self, text: str) -> None:
-        """Show one message."""
+    def note(self, text: str, *, event: str = "note", **fields: Any) -> None:
+        """Show one message. ``event`` and ``fields`` are the same for programs."""
+
+    def tick(self) -> None:
+        """Called every few seconds, by another thread."""
 
     def stopping(self) -> bool:
         """Display that a stop was requested. Returns False if the caller must print it.
@@ -232,13 +297,13 @@ class Progress:
 
 
 class _StageProgress(Progress):
-    """Base class of both displays, with the clock of the current stage."""
+    """Base class of the displays, with the clock of the current stage."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
-        self._line_per_unit = False
+        self._unit = ""
         self._is_broken = False
 
     def stage(
@@ -248,27 +313,27 @@ class _StageProgress(Progress):
         *,
         done: int = 0,
         num_parallel: int = 1,
-        line_per_unit: bool = False,
+        unit: str = "",
     ) -> None:
         self._finish_stage()
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)
-        self._line_per_unit = line_per_unit
+        self._unit = unit
         self._begin_stage(self._stage)
 
     def _finish_stage(self) -> None:
-        """Print the last report of the current stage if that is necessary."""
+        """The current stage ends."""
 
     def _begin_stage(self, stage: StageClock) -> None:
         """Show that a stage began or continues."""
 
     def _advance(self, done: int, fields: dict[str, Field]) -> tuple[StageClock, bool]:
-        """Update the stage. Returns it, and whether the report must be printed as a line."""
+        """Update the stage. Returns it, and whether a unit has ended that is an event."""
         if self._stage is None:
             self.stage("run", None)
         assert self._stage is not None
-        needs_line = done != self._stage.done and self._line_per_unit
+        is_event = done != self._stage.done and bool(self._unit)
         self._stage.advance(done, fields)
-        return self._stage, needs_line
+        return self._stage, is_event
 
     def _warn_once(self, error: Exception) -> None:
         """Disable the display with a warning, because a lost stream or terminal must not end the run."""
@@ -277,59 +342,166 @@ class _StageProgress(Progress):
 
 
 class PlainProgress(_StageProgress):
-    """One line per event, for logs, with at most one progress report per ``interval`` seconds.
+    """A log with one line per event and the time in front. :class:`JsonProgress` writes the same events.
 
-    The first and the last report of a stage, every stage and every note are always printed. While work is
-    reported, the log is therefore never silent for longer than ``interval`` plus one report. If the stream
-    breaks (a closed pipe), the display ends and the run continues.
+    Events are the stages, their units that have a name (training steps), and the notes. After
+    ``heartbeat_s`` seconds without a line, one line reports what is being done, if anything was reported
+    since then. If the stream breaks (a closed pipe), the display ends and the run continues.
+
+    Alarms are also printed on ``error_stream``; by default on stderr if stdout is neither a terminal nor the
+    same file.
     """
 
     def __init__(
-        self, *, stream: TextIO | None = None, interval: float = 5.0, clock: Clock = time.monotonic
+        self,
+        *,
+        stream: TextIO | None = None,
+        error_stream: TextIO | None = None,
+        heartbeat_s: float = _HEARTBEAT_S,
+        clock: Clock = time.monotonic,
+        wall_clock: Clock = time.time,
     ) -> None:
         super().__init__(clock)
         self._stream = stream if stream is not None else sys.stdout
-        self._interval = interval
+        self._error_stream = error_stream if error_stream is not None else _separate_stderr(self._stream)
+        self._heartbeat_s = heartbeat_s
+        self._wall_clock = wall_clock
+        self._lock = threading.RLock()  # the run's thread and that of the heartbeat
         self._last_print = clock()
-        self._has_unprinted = False
+        self._has_news = False
+        self._last_heartbeat = ""
+        self._begun: set[str] = set()  # stages
+        self._day = ""
 
     def _begin_stage(self, stage: StageClock) -> None:
-        done, total = stage.done, stage.total
-        status = "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
-        self._print(f"{stage.name}: {status}")
+        with self._lock:
+            self._has_news = False
+            done, total = stage.done, stage.total
+            if done and stage.name in self._begun:  # training after an evaluation
+                return
+            self._begun.add(stage.name)
+            status = (
+                "start" if total is None else f"{done} of {total} done" if done else f"start, {total} to do"
+            )
+            self._print(
+                f"{stage.name}: {status}", "stage", {"stage": stage.name, "done": done, "total": total}
+            )
 
     def advance(self, done: int, **fields: Field) -> None:
-        """Print the state of the stage, unless the last line was printed within the interval."""
-        stage, needs_line = self._advance(done, dict(fields))
-        self._has_unprinted = True
-        if (
-            stage.num_reports == 1
-            or needs_line
-            or done == stage.total
-            or self._clock() - self._last_print >= self._interval
-        ):
-            self._finish_stage()
+        with self._lock:
+            stage, is_event = self._advance(done, dict(fields))
+            self._has_news = not is_event
+            if is_event:
+                numbers: dict[str, Any] = {self._unit: done, "total": stage.total, **stage.recent_fields}
+                if "reward" in stage.recent_fields:
+                    numbers["reward_mean"], numbers["reward_mean_num"] = stage.reward_mean
+                self._print(stage.unit_line(self._unit), self._unit, numbers | {"seconds_left": stage.left})
+            else:
+                self.tick()
 
-    def note(self, text: str) -> None:
-        self._print(one_line(text))
+    def note(self, text: str, *, event: str = "note", **fields: Any) -> None:
+        with self._lock:
+            self._print(text, "alarm" if event == "note" and is_alarm(text) else event, fields)
 
-    def close(self) -> None:
-        self._finish_stage()
+    def tick(self) -> None:
+        """Print what is being done if no line was printed for a while and something is new."""
+        with self._lock:
+            stage = self._stage
+            if stage is None or not self._has_news or self._clock() - self._last_print < self._heartbeat_s:
+                return
+            self._has_news = False
+            line = stage.heartbeat(self._unit)
+            if line == self._last_heartbeat:
+                return
+            self._last_heartbeat = line
+            left = stage.left_text
+            numbers = {"stage": stage.name, "done": stage.done, "total": stage.total, **stage.recent_fields}
+            self._print(
+                line if left is None else f"{line}, left {left}", "progress",
+                numbers | {"seconds_left": stage.left},
+            )  # fmt: skip
 
-    def _finish_stage(self) -> None:
-        if self._has_unprinted and self._stage is not None:
-            self._has_unprinted = False
-            self._print(one_line(self._stage.summary()))
-
-    def _print(self, line: str) -> None:
+    def _print(self, text: str, event: str, fields: Mapping[str, Any]) -> None:
+        """Write the line of an event."""
         self._last_print = self._clock()
+        line = self._timed(one_line(text))
+        self._write(self._stream, self._format(line, text, event, fields))
+        if event == "alarm" and self._error_stream is not None:
+            self._write(self._error_stream, line)
+
+    def _format(self, line: str, text: str, event: str, fields: Mapping[str, Any]) -> str:
+        """The line of an event in the log; ``line`` is its text with the time."""
+        return line
+
+    def _timed(self, line: str) -> str:
+        """The line with the time, in the first line and after midnight also the date."""
+        day, now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._wall_clock())).split(" ")
+        is_new, self._day = day != self._day, day
+        return f"{day} {now} {line}" if is_new else f"{now} {line}"
+
+    def _write(self, stream: TextIO, line: str) -> None:
         if self._is_broken:
             return
-        encoding = self._stream.encoding or "utf-8"
+        encoding = stream.encoding or "utf-8"
         try:
-            print(line.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+            print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             self._warn_once(error)
+
+
+class JsonProgress(PlainProgress):
+    """One JSON object per event on stdout. Until :meth:`close`, everything else that this process or one that
+    it starts writes to stdout goes to stderr.
+    """
+
+    def __init__(self, *, stream: TextIO | None = None, **options: Any) -> None:
+        self._stdout, self._fd = sys.stdout, -1
+        if stream is None:
+            stream = self._stdout
+            options.setdefault("error_stream", _separate_stderr(stream))
+            if stream is sys.__stdout__:
+                self._stdout.flush()
+                self._fd = os.dup(1)
+                stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        super().__init__(stream=stream, **options)
+        if self._fd >= 0:
+            os.dup2(2, 1)
+        sys.stdout = sys.stderr
+        self._is_closed = False
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        sys.stdout = self._stdout
+        if self._fd >= 0:
+            self._stdout.flush()
+            os.dup2(self._fd, 1)
+            os.close(self._fd)
+            with contextlib.suppress(OSError):
+                self._stream.close()
+
+    def _format(self, line: str, text: str, event: str, fields: Mapping[str, Any]) -> str:
+        named = {
+            name.replace(" ", "_").replace("/", "_per_"): _json_value(value) for name, value in fields.items()
+        }
+        shown = {} if event in _FIELDS_ONLY else {"text": one_line(text)}
+        record = {"time": round(self._wall_clock(), 3), "event": event, **shown, **named}
+        return json.dumps(record, allow_nan=False, default=str)
+
+
+def _separate_stderr(stdout: TextIO) -> TextIO | None:
+    """Return stderr, or None if a line on both streams would appear twice in one terminal or file."""
+    if stdout is not sys.__stdout__ or stdout.isatty():
+        return None
+    with contextlib.suppress(OSError, ValueError):  # a closed stream
+        if not os.path.sameopenfile(stdout.fileno(), sys.stderr.fileno()):
+            return sys.stderr
+    return None
+
+
+def _json_value(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RichProgress(_StageProgress):
@@ -358,10 +530,11 @@ class RichProgress(_StageProgress):
         if self._has_printed_summary:
             self._print(one_line(stage.summary()))
 
-    def note(self, text: str) -> None:
-        """Print the message above the display and show it as the last message."""
+    def note(self, text: str, *, event: str = "note", **fields: Any) -> None:
+        """Show the message as the last one, and print it above the display unless it is a checkpoint."""
         self._message = one_line(text)
-        self._print(self._message)
+        if event != "checkpoint":
+            self._print(self._message)
 
     def stopping(self) -> bool:
         """Add the line from the next redraw on."""
@@ -409,13 +582,13 @@ class RichProgress(_StageProgress):
         else:
             grid.add_row(name, Text(count, no_wrap=True), Text(times, no_wrap=True))
         entries = list(stage.fields.items())  # a copy: the run's thread may add fields meanwhile
-        fields = "  ".join(f"{name} {format_field(value)}" for name, value in entries)
+        fields = "  ".join(stage.describe(name, value) for name, value in entries)
         message = Text(self._message, style="dim", overflow="ellipsis", no_wrap=True)
         shown_fields = Text(one_line(fields), overflow="ellipsis", no_wrap=True)
         return Group(grid, shown_fields, message, *footer)
 
 
-def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Progress:
+def make_progress(mode: ProgressMode = "auto") -> Progress:
     """The display for a mode; ``auto`` is ``rich`` on a terminal that can redraw and ``plain`` elsewhere.
 
     Raises :class:`~outrider.errors.ConfigError` for any other mode.
@@ -424,11 +597,13 @@ def make_progress(mode: Literal["auto", "rich", "plain", "none"] = "auto") -> Pr
         return Progress()
     if mode == "plain":
         return PlainProgress()
+    if mode == "json":
+        return JsonProgress()
     if mode in ("auto", "rich"):
         console = Terminal()
         can_redraw = console.is_terminal and not console.is_dumb_terminal
         return RichProgress(console=console) if mode == "rich" or can_redraw else PlainProgress()
-    raise ConfigError(f"progress mode {mode!r} is not one of auto, rich, plain, none")
+    raise ConfigError(f"progress mode {mode!r} is not one of auto, rich, plain, json, none")
 
 
 class TokenMeter:
@@ -457,8 +632,8 @@ class TokenMeter:
 
 
 class WatchedProgress(Progress):
-    """A display, and a thread that prints a line if there was no report and no rollout progress for
-    ``after_s`` seconds (0: never).
+    """A display, and a thread that calls its ``tick``, and prints a line if there was no report and no
+    rollout progress for ``after_s`` seconds (0: never).
 
     The line contains the stage, the number of rollouts in each pending call with their waiting time, and the
     current function of the main thread. It is repeated every ``after_s`` seconds. The thread only reads, so
@@ -481,8 +656,7 @@ class WatchedProgress(Progress):
         self._total: int | None = None
         self._reported = self._last_note = clock()
         self._is_closed = threading.Event()
-        if after_s:
-            threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def stage(self, name: str, total: int | None, *, done: int = 0, **options: Any) -> None:
         self._reported = self._clock()
@@ -493,9 +667,9 @@ class WatchedProgress(Progress):
         self._reported, self._done = self._clock(), done
         self._display.advance(done, **fields)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, **details: Any) -> None:
         self._reported = self._clock()
-        self._display.note(text)
+        self._display.note(text, **details)
 
     def stopping(self) -> bool:
         return self._display.stopping()
@@ -506,8 +680,10 @@ class WatchedProgress(Progress):
         self._display.close()
 
     def _watch(self) -> None:
-        while not self._is_closed.wait(self._after_s / _LOOKS):
-            self.look()
+        while not self._is_closed.wait(min(self._after_s / _LOOKS or _TICK_S, _TICK_S)):
+            self._display.tick()
+            if self._after_s:
+                self.look()
 
     def look(self) -> None:
         """Print where the run waits, if the silence lasts long enough."""

@@ -22,7 +22,7 @@ from outrider.errors import DataError
 from outrider.files import parsed, readable, whole_lines
 from outrider.printing import is_graded
 from outrider.types import Json
-from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
+from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks, is_alarm
 
 LIVE: Final = "live.json"
 NOTES: Final = "notes.jsonl"
@@ -78,9 +78,13 @@ class RecordedProgress(Progress):
         if self._clock() - self._last_write >= _EVERY_S:
             self._write()
 
-    def note(self, text: str) -> None:
-        """Record a message with the step that it names, or else the newest step."""
-        self._inner.note(text)
+    def note(self, text: str, **details: Any) -> None:
+        """Record a message with the step that it names, or else the newest step. A checkpoint is only shown:
+        it is a file of the run.
+        """
+        self._inner.note(text, **details)
+        if details.get("event") == "checkpoint":
+            return
         match = _STEP.search(text)
         step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
         line = {"time": time.time(), "stage": self._state["stage"], "step": step, "text": text}
@@ -88,6 +92,9 @@ class RecordedProgress(Progress):
             self._guarded(partial(self._append, json.dumps(line)))
         else:
             self._setup_lines.append(json.dumps(line))
+
+    def tick(self) -> None:
+        self._inner.tick()
 
     def stopping(self) -> bool:
         return self._inner.stopping()
@@ -382,10 +389,6 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     return evaluation
 
 
-_ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
-_LONGER: Final = "the same bits as far as it went"  # a finished run that was given more steps
-
-
 def live_state(run: Path) -> dict[str, Any] | None:
     """The content of ``live.json``: stage, units done, fields and time; None if there is none."""
     try:
@@ -408,5 +411,5 @@ def read_alarms(run: Path) -> list[dict[str, Any]]:
     return [
         {"step": note.get("step"), "time": note.get("time"), "text": text}
         for note in read_notes(run)
-        if _ALARM.match(text := str(note["text"])) and _LONGER not in text
+        if is_alarm(text := str(note["text"]))
     ]

@@ -67,7 +67,7 @@ def _score_lines(data: RunData) -> Iterator[str]:
     for evaluation in scored:
         yield f"{evaluation.label:<{min(width, 24)}}  {_score(evaluation)}"
         if (graded := evaluation.graded_return) is not None:
-            yield f"{'':<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
+            yield f"{evaluation.label:<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
     if (gain := gain_over_start([asdict(evaluation) for evaluation in scored])) is not None:
         gained, _, over = str(gain).partition(" over ")
         yield gained
@@ -150,7 +150,7 @@ def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
         status = "gone"
     else:
         status = "finished" if data.is_done else "stopped"
-    resume_hint = f"continue with: outrider train --resume {run}"
+    resume_hint = f"continue with: outrider train --resume {shlex.quote(str(run))}"
     description = f"stopped; {resume_hint}" if status == "stopped" else str(status)
     if status == "gone" and live is not None:
         host = live.get("host")
