@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
-from outrider.printing import Terminal, print_lines
+from outrider.printing import Terminal, print_lines, shell_command
 from outrider.training.settings import RunSettings
 
 DEMO_S, DEMO_TFLOP = 115, 50
@@ -217,7 +217,7 @@ def write_recipe(file: Path) -> int:
         raise ConfigError(f"{file} exists and is not overwritten") from error
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from error
-    print_lines(f"{file}: next, outrider train {file} --run runs/first")
+    print_lines(f"{file}: next, {shell_command('train', file, '--run', 'runs/first')}")
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.listing import validate_references
-from outrider.printing import print_lines
+from outrider.printing import print_lines, shell_command
 from outrider.resolved import format_toml as as_toml
 from outrider.resolved import key_sources, leaves
 from outrider.signals import stop_on_first_signal
@@ -119,7 +119,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     add_smoke(parser)
-    parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
+    parser.set_defaults(
+        command=_train, interrupted=f"; continue with: {shell_command('train', '--resume')} {{run}}"
+    )
 
 
 def _train(parsed: argparse.Namespace) -> int:

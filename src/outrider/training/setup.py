@@ -32,6 +32,7 @@ from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
+from outrider.printing import shell_command
 from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
@@ -193,7 +194,7 @@ def _log_results(run: RunDirectory, display: Progress) -> None:
         display.note(f"report: {write_report(run.path)}")
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        display.note(f"NO REPORT: {reason}; write it later with: outrider report {run.path}")
+        display.note(f"NO REPORT: {reason}; write it later with: {shell_command('report', run.path)}")
 
 
 def build(
