@@ -33,7 +33,10 @@ def add_new(parser: argparse.ArgumentParser) -> None:
 
 def add_init(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``init``."""
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", type=Path, help="the new TOML file")
+    parser.add_argument(
+        "--demo", action="store_true", help="the recipe of the demo: RAPO on a CPU, in minutes"
+    )
     parser.set_defaults(command=_init)
 
 
@@ -65,4 +68,4 @@ def _new(parsed: argparse.Namespace) -> int:
 def _init(parsed: argparse.Namespace) -> int:
     from outrider.doctor import write_recipe
 
-    return write_recipe(parsed.file)
+    return write_recipe(parsed.file, demo=parsed.demo)
