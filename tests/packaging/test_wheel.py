@@ -94,8 +94,8 @@ def test_the_source_distribution_is_small_and_builds_the_same_wheel(wheel: Path,
         names = {member.name.partition("/")[2] for member in members}
     assert all(member.isfile() or member.isdir() for member in members)  # the demo's recipe is no link
     assert {name.partition("/")[0] for name in names} == {
-        "", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "README.pypi.md",
-        "constraints.txt", "pyproject.toml", "recipes", "setup.cfg", "src",
+        "", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md",
+        "README.pypi.md", "constraints.txt", "pyproject.toml", "recipes", "setup.cfg", "src",
     }  # fmt: skip
     rebuilt = build_wheel_from_sdist(sdist, tmp_path)
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(rebuilt) as second:
