@@ -38,7 +38,7 @@ def test_the_installation_has_all_that_the_package_is_built_from() -> None:
     assert set(re.findall(r"torch==[\d.]+", install[0])) <= set(pinned)
 
 
-def test_commands_run_as_a_user_without_rights_on_any_base() -> None:
+def test_commands_run_as_an_unprivileged_user_on_any_base() -> None:
     names = [name for name, _ in STEPS]
     assert STEPS[:2] == [("ARG", "BASE=python:3.11-slim"), ("FROM", "${BASE}")] and names.count("FROM") == 1
     [user] = arguments("USER")
