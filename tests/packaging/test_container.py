@@ -1,4 +1,4 @@
-"""The Dockerfile, as far as it can be checked without a container: sources, base, user, order of the steps."""
+"""The Dockerfile, as far as it can be checked without a container: sources, base, user, order of steps."""
 
 import re
 import tomllib
