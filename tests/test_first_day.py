@@ -36,6 +36,7 @@ QUICK = [  # arguments, exit status, and a part of the output
     (["eval", "--tasks", "gsm8k", "--model", "smollm2-135m-instruct", "--dry-run"], 0, 'tasks = "gsm8k"'),
     (["buffer", "build", str(RECIPE), "--out", "new", "trian.num_steps=1"], 2, "did you mean train?"),
     (["init", "recipe.toml"], 0, "recipe.toml: next"),
+    (["init", "demo.toml", "--demo"], 0, "demo.toml --run runs/demo"),
 ]
 # Each command runs in a fork of a process that has read a recipe.
 _RUN = """
@@ -259,3 +260,11 @@ def test_a_key_with_the_name_of_a_type() -> None:
     tree = {"algorithm": {"type": "grpo"}, "environment": {"type": "tools", "tools": "search"}}
     with pytest.raises(ConfigError, match=r"^environment\.tools: needs a list"):
         validate(RunSettings, tree)
+
+
+def test_the_recipe_of_the_demo_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "demo.toml", "--demo"]) == 0
+    assert Path("demo.toml").read_bytes() == RECIPE.read_bytes()
+    assert main(["init", "demo.toml"]) == 2
+    assert Path("demo.toml").read_bytes() == RECIPE.read_bytes()

@@ -4,6 +4,9 @@ import ast
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from rich.text import Text
 import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
-from outrider.printing import FittedTable, Terminal, points, print_lines, score
+from outrider.printing import FittedTable, Terminal, points, print_lines, score, shell_command
 
 ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 
@@ -151,3 +154,46 @@ def test_a_fitted_table_folds_a_word_that_is_wider_than_the_terminal(
     Terminal(width=40).print(table)
     printed = capsys.readouterr().out
     assert printed.count("x") == 100 and max(map(len, printed.splitlines())) <= 40 and "\x1b" not in printed
+
+
+@pytest.mark.parametrize(
+    ("started", "path", "command"),
+    [
+        ("env/bin/outrider", "", "env/bin/outrider"),
+        ("{folder}/env/bin/outrider", "", "env/bin/outrider"),
+        ("{folder}/env/bin/outrider", "{folder}/env/bin", "outrider"),  # activated
+        ("env/bin/outrider", "{folder}/other", "env/bin/outrider"),  # an older one is found by its name
+        ("outrider", "", "./outrider"),
+        ("my env/outrider", "", "'my env/outrider'"),
+        ("/elsewhere/outrider", "", "/elsewhere/outrider"),
+        ("/site/outrider/__main__.py", "", "env/bin/python -m outrider"),
+        ("/site/outrider/__main__.py", "{folder}/env/bin", "python -m outrider"),
+        ("train.py", "", "outrider"),  # a program that imports outrider
+        ("/site/ipykernel_launcher.py", "", "outrider"),
+        ("", "", "outrider"),
+    ],
+)
+def test_a_printed_command_starts_the_program_of_the_user(
+    started: str, path: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for program in ("env/bin/outrider", "env/bin/python", "other/outrider"):
+        (tmp_path / program).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / program).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [started.format(folder=tmp_path)])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env/bin/python"))
+    monkeypatch.setenv("PATH", path.format(folder=tmp_path))
+    assert shell_command("view", Path("runs/my run")) == f"{command} view 'runs/my run'"
+
+
+def test_a_printed_command_can_be_pasted(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(outrider.__file__).parents[1])}
+    first = [sys.executable, "-m", "outrider", "new", "tool", "counter"]
+    printed = subprocess.run(first, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    command = printed.stdout.splitlines()[-1].strip()
+    assert command.endswith("-m outrider train counter/recipe.toml --run runs/counter")
+    pasted = subprocess.run(
+        ["sh", "-c", f"{command.partition(' train ')[0]} --version"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert pasted.stdout == f"{outrider.__version__}\n"

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 
 from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
-from outrider.printing import FittedTable, Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, print_lines, shell_command
 from outrider.training.settings import RunSettings
 
 DEMO_S, DEMO_TFLOP = 115, 50
@@ -205,16 +206,22 @@ def report(checks: Sequence[Check], *, title: str) -> int:
     return int(any(finding.required and not finding.works for finding in findings))
 
 
-def write_recipe(file: Path) -> int:
-    """Write the commented starting recipe. Raises ConfigError if the file exists or cannot be written."""
+def write_recipe(file: Path, *, demo: bool = False) -> int:
+    """Write the commented starting recipe, or that of the demo.
+
+    Raises ConfigError if the file exists or cannot be written.
+    """
+    recipe = files("outrider.scaffold").joinpath("demo.toml").read_text("utf-8") if demo else RECIPE
     try:
         with file.open("x", encoding="utf-8") as stream:
-            stream.write(RECIPE)
+            stream.write(recipe)
     except FileExistsError as error:
         raise ConfigError(f"{file} exists and is not overwritten") from error
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}") from error
-    print_lines(f"{file}: next, outrider train {file} --run runs/first")
+    print_lines(
+        f"{file}: next, {shell_command('train', file, '--run', 'runs/demo' if demo else 'runs/first')}"
+    )
     return 0
 
 

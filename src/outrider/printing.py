@@ -1,8 +1,12 @@
 """Text output: sanitizing untrusted text for a terminal, and the format of scores in commands and pages."""
 
 import math
+import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final
 
 from rich import box
@@ -29,6 +33,35 @@ def print_lines(*lines: str, to_stderr: bool = False) -> None:
     encoding = stream.encoding or "utf-8"
     for line in lines:
         print(one_line(line).encode(encoding, "replace").decode(encoding), file=stream)
+
+
+def shell_command(*arguments: str | Path) -> str:
+    """Format an ``outrider`` command that the user can paste, with the program that started this process.
+
+    For example, ``.venv/bin/outrider view runs/demo`` if the environment is not activated. In a program or a
+    notebook that imports Outrider, the program is ``outrider``.
+    """
+    return shlex.join([*_program(), *map(str, arguments)])
+
+
+def _program() -> list[str]:
+    started = Path(sys.argv[0])
+    if started.name == "outrider":
+        return [_typed_name(started)]
+    if sys.executable and started.parts[-2:] == ("outrider", "__main__.py"):
+        return [_typed_name(Path(sys.executable)), "-m", "outrider"]
+    return ["outrider"]
+
+
+def _typed_name(program: Path) -> str:
+    """The name if the shell finds this program by it, else the shortest path from the current folder."""
+    path = os.path.abspath(program)  # not resolved: a venv's python is a link to another environment's
+    if os.path.abspath(shutil.which(program.name) or os.sep) == path:
+        return program.name
+    if not Path(path).is_relative_to(Path.cwd()):
+        return path
+    relative = os.path.relpath(path)
+    return relative if os.sep in relative else os.path.join(os.curdir, relative)
 
 
 def score(value: float, low: float = math.nan, high: float = math.nan, *, is_share: bool = True) -> str:

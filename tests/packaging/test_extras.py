@@ -83,6 +83,7 @@ def test_the_demo_extra_trains_with_an_empty_cache(tmp_path: Path) -> None:
         metadata.version(model)
     wanted = closure("outrider[demo]") | {_normal(name) for name in MODELS}
     assert "pytest" not in wanted and "peft" not in wanted
+    assert {"starlette", "uvicorn"} <= wanted  # the demo ends with the command that opens the viewer
     packages = only(wanted, tmp_path / "packages")
     (cache := tmp_path / "cache").mkdir()
     small = ["cold_start.num_examples=1", "train.num_steps=0", "evaluation.num_tasks=1", "num_threads=1"]

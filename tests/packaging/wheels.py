@@ -1,16 +1,18 @@
-"""A wheel of the working tree, and an environment that has it and nothing else of the repository."""
+"""Distributions of the working tree, and an environment that has it and nothing else of the repository."""
 
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_SOURCES = ("pyproject.toml", "README.md", "LICENSE")
-_BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+_SOURCES = ("pyproject.toml", "README.pypi.md", "LICENSE")
+_BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+_LEFT_BEHIND = shutil.ignore_patterns(".*", "runs", "build", "dist", "mutants", "*.egg-info", "__pycache__")
 
 
 def build_wheel(folder: Path) -> Path:
@@ -21,14 +23,27 @@ def build_wheel(folder: Path) -> Path:
     shutil.copytree(ROOT / "src", copied / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
     for name in _SOURCES:
         shutil.copy(ROOT / name, copied)
+    return _build("build_wheel", copied, folder)
+
+
+def build_sdist(folder: Path) -> Path:
+    """The source distribution, built from a copy below ``folder`` of the whole tree."""
+    shutil.copytree(ROOT, folder / "tree", ignore=_LEFT_BEHIND, symlinks=True)
+    return _build("build_sdist", folder / "tree", folder)
+
+
+def build_wheel_from_sdist(sdist: Path, folder: Path) -> Path:
+    """The wheel that an installer builds if an index has the source distribution only."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return _build("build_wheel", folder / sdist.name.removesuffix(".tar.gz"), folder)
+
+
+def _build(kind: str, source: Path, folder: Path) -> Path:
     built = subprocess.run(
-        [sys.executable, "-c", _BUILD, str(folder)],
-        cwd=copied,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+        [sys.executable, "-c", _BUILD, kind, str(folder)],
+        cwd=source, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
     return folder / built.stdout.splitlines()[-1]
 
 

@@ -59,9 +59,10 @@ def sources() -> Iterator[tuple[str, str]]:
     for file in sorted((ROOT / "examples").glob("*.py")):
         if file.name != INTERNALS:
             yield file.name, file.read_text(encoding="utf-8")
-    notebook = json.loads((ROOT / "examples" / "explore.ipynb").read_text(encoding="utf-8"))
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    yield "explore.ipynb", "\n".join(cells)
+    for file in sorted((ROOT / "examples").glob("*.ipynb")):
+        notebook = json.loads(file.read_text(encoding="utf-8"))
+        cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        yield file.name, "\n".join(cells)
     for page in [*sorted((ROOT / "docs" / "start").glob("*.md")), ROOT / "docs" / "plugins.md"]:
         for block in re.findall(
             r"^```python.*?\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL

@@ -67,10 +67,15 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``init``."""
     describe(
         parser,
-        "Write a commented recipe to start from, with questions of Factbook and RAPO.",
+        "Write a commented recipe to start from, with questions of Factbook and RAPO, or the recipe of the "
+        "demo.",
         "outrider init first.toml",
+        "outrider init demo.toml --demo",
     )
     parser.add_argument("file", type=Path, help="new TOML file")
+    parser.add_argument(
+        "--demo", action="store_true", help="the recipe of the demo: RAPO on a CPU, in minutes"
+    )
     parser.set_defaults(command=_init)
 
 
@@ -102,4 +107,4 @@ def _new(parsed: argparse.Namespace) -> int:
 def _init(parsed: argparse.Namespace) -> int:
     from outrider.doctor import write_recipe
 
-    return write_recipe(parsed.file)
+    return write_recipe(parsed.file, demo=parsed.demo)

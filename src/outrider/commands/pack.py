@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.commands import add_progress, describe
 from outrider.errors import ConfigError
-from outrider.printing import print_lines
+from outrider.printing import print_lines, shell_command
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,9 @@ def _pack(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.packs import make_pack
 
     manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
-    print_lines(f"{parsed.out}: {len(manifest.files)} files; check it with: outrider verify {parsed.out}")
+    print_lines(
+        f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}"
+    )
     return 0
 
 

@@ -11,7 +11,7 @@ from outrider.commands import add_progress, describe
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.listing import validate_references
-from outrider.printing import print_lines
+from outrider.printing import print_lines, shell_command
 from outrider.resolved import format_toml as as_toml
 from outrider.resolved import key_sources, leaves
 from outrider.signals import stop_on_first_signal
@@ -135,7 +135,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         help="with --resume: continue although the code of a plug-in has changed",
     )
     add_progress(parser)
-    parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
+    parser.set_defaults(
+        command=_train, interrupted=f"; continue with: {shell_command('train', '--resume')} {{run}}"
+    )
 
 
 def _train(parsed: argparse.Namespace) -> int:

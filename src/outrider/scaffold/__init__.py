@@ -14,7 +14,7 @@ from outrider import __version__
 from outrider.errors import ConfigError
 from outrider.files import replace_file
 from outrider.plugins.registry import BUILT_IN, Kind
-from outrider.printing import print_lines
+from outrider.printing import print_lines, shell_command
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
@@ -56,7 +56,7 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         f"{folder}: {len(files)} files. Next:",
         f"  pip install -e {folder}",
         f"  pytest {folder}",
-        f"  outrider train {folder / 'recipe.toml'} --run runs/{name}",
+        f"  {shell_command('train', folder / 'recipe.toml', '--run', f'runs/{name}')}",
     )
     return 0
 

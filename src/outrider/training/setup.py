@@ -33,6 +33,7 @@ from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
+from outrider.printing import shell_command
 from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
@@ -204,7 +205,6 @@ def _log_results(run: RunDirectory, display: Progress) -> None:
     """Print what was learned and its cost, and write the report. An error here is only reported: if the run
     failed, its own error must stay the one that is raised.
     """
-    path = shlex.quote(str(run.path))
     try:
         for line in summary_lines(run.path):
             display.note(line, event="summary")
@@ -214,7 +214,7 @@ def _log_results(run: RunDirectory, display: Progress) -> None:
         )
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        display.note(f"NO REPORT: {reason}; write it later with: outrider report {path}")
+        display.note(f"NO REPORT: {reason}; write it later with: {shell_command('report', run.path)}")
 
 
 def build(

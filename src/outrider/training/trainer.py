@@ -20,7 +20,7 @@ from outrider.config import shown_path
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import format_mean_return, score
+from outrider.printing import format_mean_return, score, shell_command
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import evaluate, gain_over_start
 from outrider.rollout.faults import (
@@ -119,7 +119,7 @@ class Trainer:
             self.progress.note(
                 f"stopped on request after step {state.step} of {self.parts.settings.train.num_steps}, "
                 f"{saved}; "
-                f"continue with: outrider train --resume {shlex.quote(str(self.run.path))}"
+                f"continue with: {shell_command('train', '--resume', self.run.path)}"
             )
 
     def _train(self) -> None:

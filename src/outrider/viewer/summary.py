@@ -1,7 +1,6 @@
 """A run in a few lines: the summary at its end, and its state seen from another terminal."""
 
 import platform
-import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,7 +10,7 @@ from typing import Final, Literal, TypeAlias
 
 from outrider.files import is_locked
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import score
+from outrider.printing import score, shell_command
 from outrider.rollout.evaluate import gain_over_start
 from outrider.viewer.progress import compact, duration
 from outrider.viewer.report import SHARES
@@ -112,7 +111,7 @@ def _alarm_lines(run: Path) -> Iterator[str]:
         )
         line, room = f"  {prefix}{alarm['text']}", _COLUMNS - 9
         yield line if len(line) <= room else line[: room - 1] + "…"
-    yield f"outrider view {shlex.quote(str(run))}"
+    yield shell_command("view", run)
 
 
 Status: TypeAlias = Literal["running", "finished", "stopped", "gone"]
@@ -150,7 +149,7 @@ def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
         status = "gone"
     else:
         status = "finished" if data.is_done else "stopped"
-    resume_hint = f"continue with: outrider train --resume {shlex.quote(str(run))}"
+    resume_hint = f"continue with: {shell_command('train', '--resume', run)}"
     description = f"stopped; {resume_hint}" if status == "stopped" else str(status)
     if status == "gone" and live is not None:
         host = live.get("host")
