@@ -151,7 +151,17 @@ _SCHEDULE: Final = (
 )
 _EXPLAINED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "sampling_temperature"), _SAMPLING),
-    **dict.fromkeys(("lr_scheduler", "lr_scheduler_type", "lr_schedule"), _SCHEDULE),
+    **dict.fromkeys(
+        (
+            "lr_scheduler",
+            "lr_scheduler_type",
+            "lr_scheduler_kwargs",
+            "lr_schedule",
+            "lr_decay",
+            "warmup_ratio",
+        ),
+        _SCHEDULE,
+    ),
 }
 """Keys of other libraries without a counterpart, with the reason."""
 SIMILAR_KEYS: Final[Mapping[str, Sequence[str]]] = {

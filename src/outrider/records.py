@@ -25,13 +25,16 @@ class Row:
     unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, name: str) -> Json:
-        """The value of a column; a dotted name selects from nested records. Raises DataError if it is
-        missing.
+        """The value of a column; a dotted name selects from nested records and lists (``prompt.0.content``).
+        Raises DataError if it is missing.
         """
         value: Json = dict(self.values)
         if (kind := self.unreadable.get(name.split(".")[0])) is not None:
             raise DataError(f"{self.location}: column {name!r} cannot be read: it is of the type {kind}")
         for part in name.split("."):
+            if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+                value = value[int(part)]
+                continue
             if not isinstance(value, dict) or part not in value:
                 raise DataError(
                     f"{self.location}: no column {name!r}; the row has {', '.join(sorted(self.values))}"
@@ -42,6 +45,11 @@ class Row:
     def text(self, name: str) -> str:
         """The value of a column that must be a string and not blank; raises DataError otherwise."""
         value = self.get(name)
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "content" in value[0]:
+            raise DataError(
+                f"{self.location}: column {name!r} is a list of messages: name the text of one of them, "
+                f"such as {name}.{len(value) - 1}.content"
+            )
         if not isinstance(value, str) or not value.strip():
             raise DataError(
                 f"{self.location}: column {name!r} must hold a string that is not blank, got {value!r}"[:300]

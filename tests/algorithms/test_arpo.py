@@ -153,6 +153,8 @@ def test_presets_set_the_defaults_of_missing_keys() -> None:
         released.decision == "aepo_released" and released.branch_penalty == 0.5 and not released.pre_monitor
     )
     assert validate(ArpoSettings, {"preset": "aepo"}).pre_monitor
+    advised = validate(ArpoSettings, {"preset": "aepo-advised", "branch_penalty": 0.5})
+    assert advised == released.model_copy(update={"preset": "aepo-advised", "pre_monitor": True})
     assert validate(ArpoSettings, {}).source == "after_result"
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from outrider.cli import main
+from outrider.config import validate
+from outrider.training.settings import RunSettings
 from tests.tiny import save_tiny_model
 
 START = Path(__file__).parents[2] / "docs" / "start"
@@ -42,7 +44,7 @@ def follow(page: str, kinds: list[str], folder: Path, monkeypatch: pytest.Monkey
                 assert main(arguments) == 0
         else:
             exec(compile(body, page, "exec"), {"__name__": "tutorial"})
-    for name in ("guess", "lift", "my_tools", "my_agent"):
+    for name in ("guess", "lift", "my_tools", "my_agent", "my_rewards"):
         sys.modules.pop(name, None)
 
 
@@ -78,6 +80,29 @@ def test_own_functions(
     for run in ("tags", "native"):
         assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
     assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()
+
+
+def test_from_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow("from_trl.md", ["json", "python", "toml", "sh"], tmp_path, monkeypatch)
+    assert (tmp_path / "runs" / "sums" / "report.html").exists()
+
+
+def test_every_setting_of_the_page_about_trl_exists() -> None:
+    table = [line for line in (START / "from_trl.md").read_text("utf-8").splitlines() if line.startswith("|")]
+    cells = [line.split(" | ")[1] for line in table[2:]]
+    keys = {key for cell in cells for key in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)", cell)}
+    assert len(keys) > 20
+    tree = {
+        "algorithm": {"type": "grpo"},
+        "environment": {"type": "tools", "tools": [], "protocol": "hermes"},
+        "engine": {"type": "vllm"},
+    }
+    settings = validate(RunSettings, tree)
+    for key in keys:
+        value: Any = settings
+        for part in key.split("."):
+            assert part in type(value).model_fields, key
+            value = getattr(value, part)
 
 
 def test_the_expert_of_the_tutorial_finds_every_number_in_its_turns() -> None:

@@ -102,6 +102,27 @@ def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:
         load_tasks(DatasetConfig(path=tmp_path / "qa.jsonl"))
 
 
+def test_repeated_questions_and_contradicting_answers_are_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [("a?", "1"), ("b?", "2"), ("a?", "1"), ("a? ", "3"), ("b?", "2")]
+    text = "\n".join(json.dumps({"question": question, "answer": answer}) for question, answer in rows)
+    assert len(load_tasks(write(tmp_path, text))) == 5
+    [line] = [record.getMessage() for record in caplog.records]
+    path = tmp_path / "qa.jsonl"
+    assert line == (
+        f"{path}: 3 of 5 rows repeat an earlier question, the first at {path}:3; "
+        f"1 of them with other answers, the first at {path}:4"
+    )
+    caplog.clear()
+    load_tasks(write(tmp_path, text).model_copy(update={"limit": 3}))
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.endswith(f"1 of 3 rows repeat an earlier question, the first at {path}:3")
+    caplog.clear()
+    load_tasks(write(tmp_path, text).model_copy(update={"limit": 2}))
+    assert not caplog.records
+
+
 def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
     config = write(
         tmp_path, '{"id": 1, "question": "q", "answer": "a"}\n{"id": 1, "question": "r", "answer": "b"}\n'

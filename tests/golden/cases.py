@@ -91,7 +91,7 @@ def _grpo(preset: str, *, kind: str = "grpo") -> Table:
 
 def _arpo(preset: str) -> Table:
     # its rule forks above the base
-    forks = {**FORKS, "base_probability": 0.0} if preset == "aepo-released" else FORKS
+    forks = {**FORKS, "base_probability": 0.0} if preset in ("aepo-released", "aepo-advised") else FORKS
     return _algorithm("arpo", preset=preset, **forks)
 
 

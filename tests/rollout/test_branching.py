@@ -369,6 +369,7 @@ RULES: Final[Mapping[str, Mapping[str, Any]]] = {
     "streaks": {"branch_penalty": 0.4, "base_probability": 0.8},
     "aepo": {"preset": "aepo"},
     "aepo-released": {"preset": "aepo-released", "branch_penalty": 0.4, "base_probability": 0.3},
+    "aepo-advised": {"preset": "aepo-advised", "branch_penalty": 0.4, "base_probability": 0.3},
     "tree": {},
 }
 SIZE: Final = 6

@@ -260,17 +260,22 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
 
 _RELEASED = {"source": "previous_segment", "reduce": "sum", "loss": {"dual_clip": 3.0}}
 _AEPO = {"loss": {"keep_clipped_gradient": True}, "entropy_advantage": 0.2, "branch_penalty": 0.05}
-ARPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "arpo": {},
-    "arpo-released": _RELEASED,
-    "aepo": _AEPO | {"pre_monitor": True},
-    "aepo-released": _AEPO
+_AEPO_RELEASED = (
+    _AEPO
     | _RELEASED
     | {
         "loss": {"keep_clipped_gradient": True, "dual_clip": 3.0},
         "decision": "aepo_released",
         "penalty_scope": "prompt",
-    },
+    }
+)
+ARPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "arpo": {},
+    "arpo-released": _RELEASED,
+    "aepo": _AEPO | {"pre_monitor": True},
+    "aepo-released": _AEPO_RELEASED,
+    # ENABLE_DYNAMIC_ROLLOUTS=True, which the authors advise: https://github.com/RUC-NLPIR/ARPO/issues/42
+    "aepo-advised": _AEPO_RELEASED | {"pre_monitor": True},
 }
 
 
@@ -284,7 +289,7 @@ class ArpoSettings(BranchSettings, ExplorationSettings):
     presets = ARPO_PRESETS
 
     type: Literal["arpo"] = "arpo"
-    preset: Literal["arpo", "arpo-released", "aepo", "aepo-released"] = "arpo"
+    preset: Literal["arpo", "arpo-released", "aepo", "aepo-released", "aepo-advised"] = "arpo"
     group_size: int = Field(16, ge=2)
     entropy_advantage: float = Field(0.0, ge=0)
 

@@ -56,7 +56,7 @@ def import_target(target: str) -> Any:
 
 
 def import_function(target: str, *arguments: str) -> Callable[..., Any]:
-    """Import a function that accepts these positional arguments and returns a value.
+    """Import a function that accepts these positional arguments (none: any) and returns a value.
 
     Raises ConfigError for anything else.
     """
@@ -68,6 +68,8 @@ def import_function(target: str, *arguments: str) -> Callable[..., Any]:
     function: Callable[..., Any] = loaded
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"{target} yields: it has to return")
+    if not arguments:
+        return function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a compiled function may have no signature

@@ -14,6 +14,10 @@ class Limits(Settings):
     Observations and retrieved steps over their limit lose their middle. If an observation leaves the policy
     no room for a token, it is not appended and the rollout ends as truncated. A splice that leaves no room
     for a whole turn is dropped, and the rollout continues without it.
+
+    There are no settings of sampling: training draws from the policy's own distribution (temperature 1,
+    without top-p, top-k and min-p), whose log-probs the update needs. ``evaluation.temperature`` is that of
+    evaluations.
     """
 
     max_turns: int = Field(8, ge=1)
@@ -32,7 +36,7 @@ class Limits(Settings):
 
 class EvaluationSettings(Settings):
     """Evaluation on the first ``num_tasks`` tasks of ``split``, with ``num_samples`` rollouts each at
-    ``temperature`` (0: greedy).
+    ``temperature`` (0: greedy; top-p, top-k and min-p cannot be set).
 
     An evaluation runs before training (``at_start``), after the cold start, after ``every`` training steps
     (0: never) and at the end. ``panel`` is the SHA-256 of these tasks, as recorded in ``evaluations.jsonl``;

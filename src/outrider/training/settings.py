@@ -60,7 +60,7 @@ class LoraSettings(Settings):
 
 class OptimizerSettings(Settings):
     """AdamW. ``max_grad_norm`` clips the global norm; ``warmup_steps`` raises the learning rate linearly
-    from its first fraction.
+    from its first fraction. After the warm-up the learning rate is constant: there is no schedule.
     """
 
     learning_rate: float = Field(1e-6, gt=0)
@@ -79,9 +79,10 @@ class ColdStartSettings(Settings):
     """Supervised fine-tuning on expert rollouts before training.
 
     It imitates the solved ones of ``num_examples`` expert rollouts on training tasks (0: no cold start), for
-    ``num_epochs`` passes with ``batch_size`` examples per optimizer step. ``demonstrations`` names a file of
-    trajectories (docs/formats.md) that replace the experts: those of the first ``num_examples`` training
-    tasks that have one are rolled out again. ``retrieve_share`` of the examples contain a middle step inside
+    ``num_epochs`` passes with ``batch_size`` examples per optimizer step. After ``warmup_steps``, the
+    learning rate falls linearly to a tenth. ``demonstrations`` names a file of trajectories (docs/formats.md)
+    that replace the experts: those of the first ``num_examples`` training tasks that have one are rolled out
+    again. ``retrieve_share`` of the examples contain a middle step inside
     ``<retrieve>`` (executed in the environment, not trained on), so that the policy knows the format before
     hybrid rollouts use it. ``tip_share`` of the examples contain tips of a memory that all experts' episodes
     fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``).

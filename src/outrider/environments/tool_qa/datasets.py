@@ -61,8 +61,11 @@ class DatasetConfig(Settings):
         return self
 
 
-def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
+def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool = False) -> list[Task]:
     """The tasks of one split in file order. ``setting`` is the dotted key of ``config``, for messages.
+
+    With ``keeps_columns``, all columns of a row are the metadata of its task, and the column of the answer
+    may be missing. Questions that occur more than once are reported in one line.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
     column, a blank question or answer and a duplicate key; ToolUnavailable if the hub is needed without
@@ -73,6 +76,9 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
         raise DataError(f"{prefix}{no_such_file(config.path, search_folders())}")
     tasks: dict[str, Task] = {}
     blank: list[str] = []
+    seen: dict[str, tuple[str, ...]] = {}  # the answers of each question where it occurs first
+    repeated: list[str] = []
+    contradicting: list[str] = []
     if config.path is not None:
         rows: Iterable[Row] = read_rows(config.path)
     else:
@@ -85,19 +91,26 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
         key = f"{name}-{index}" if config.key is None else str(row.get(config.key))
         question = row.text(config.question).strip()
         column = answer_column(row, config.answer)
-        values = row.get(column)
+        has_answer = not keeps_columns or column != "answer" or "answer" in row.values
+        values = row.get(column) if has_answer else []
         answers = tuple(
             _answer(value, row, config) for value in (values if isinstance(values, list) else [values])
         )
-        if not answers:
+        if has_answer and not answers:
             raise DataError(f"{row.location}: column {column!r} contains no answer")
-        task = Task(key=key, question=question, answers=answers)
+        columns = json.loads(json.dumps(row.values, default=str)) if keeps_columns else {}
+        task = Task(key=key, question=question, answers=answers, metadata=columns)
         if not all(task.answers):
             blank.append(row.location)
             continue
         if task.key in tasks:
             raise DataError(f"{row.location}: duplicate key {task.key!r}")
         tasks[task.key] = task
+        if question in seen:
+            repeated.append(row.location)
+            if set(seen[question]) != set(answers):
+                contradicting.append(row.location)
+        seen.setdefault(question, answers)
     if blank and config.blank_answers == "error":
         raise DataError(
             f"{blank[0]}: column {config.answer!r} contains a blank answer; "
@@ -107,6 +120,12 @@ def load_tasks(config: DatasetConfig, *, setting: str = "") -> list[Task]:
         logging.getLogger(__name__).warning(
             "%d rows with a blank answer left out, the first at %s", len(blank), blank[0]
         )
+    if repeated:
+        others = f"; {len(contradicting)} of them with other answers, the first at " if contradicting else ""
+        logging.getLogger(__name__).warning(
+            "%s: %d of %d rows repeat an earlier question, the first at %s%s%s", config.path or config.hub,
+            len(repeated), len(tasks), repeated[0], others, contradicting[0] if contradicting else "",
+        )  # fmt: skip
     if not tasks:
         raise DataError(f"{config.path or config.hub}: the data set is empty")
     return list(tasks.values())

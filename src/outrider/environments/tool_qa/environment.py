@@ -31,6 +31,7 @@ from outrider.environments.tool_qa.rewards import (
     Malformed,
     NoAction,
     RewardConfig,
+    RewardFunction,
     Score,
     Turn,
     final_answer,
@@ -39,6 +40,7 @@ from outrider.environments.tool_qa.rewards import (
     parse_action,
     render_result,
     score_answer,
+    score_by_function,
     score_turns,
     stop_strings,
 )
@@ -221,7 +223,8 @@ class ToolsConfig(EpisodeConfig):
     test: DatasetConfig | None = None
     tools: tuple[ToolName, ...] = ("search", "python")
     """The tools in use: names of plug-ins, Python functions (``"my_module:add"``), or tables such as
-    ``{type = "my_module:MyTool", digits = 3}``.
+    ``{type = "my_module:MyTool", digits = 3}``. With a native ``protocol`` the list may be empty: the first
+    turn is then the answer.
     """
     protocol: ProtocolName = "tags"
     """How tools are called: by the papers' tags inside one message, or natively in one of the forms that
@@ -245,8 +248,10 @@ class ToolsConfig(EpisodeConfig):
 
     @model_validator(mode="after")
     def _validate(self) -> "ToolsConfig":
-        if not self.tools:
-            raise ValueError("tools must name at least one tool, each once")
+        if not self.tools and self.call_format is None:
+            raise ValueError(
+                'tools must name at least one tool, each once; without tools, set protocol = "hermes"'
+            )
         validate_tools(self.tools)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
@@ -294,6 +299,7 @@ class ToolResources:
         self.system_prompt = system_prompt
         self.call_budget = CallBudget(settings.max_batch_calls)
         self.verifier = verifier
+        self.reward_function = RewardFunction(path) if (path := settings.reward.function) else None
         try:
             if settings.call_format and (
                 problem := describe_unwritable(settings.call_format, self.tools.schemas)
@@ -354,7 +360,19 @@ class ToolEnvironment(Environment):
         dataset = {"train": settings.train, "valid": settings.valid, "test": settings.test}.get(split)
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
-        return load_tasks(dataset, setting=f"environment.{split}")
+        if (path := settings.reward.function) is None:
+            return load_tasks(dataset, setting=f"environment.{split}")
+        tasks, columns = (
+            load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True),
+            RewardFunction(path).columns,
+        )
+        for task in tasks:
+            if missing := columns - task.metadata.keys():
+                raise DataError(
+                    f"environment.{split}: the reward function {path} needs the column "
+                    f"{sorted(missing)[0]!r}; task {task.key} has {', '.join(sorted(task.metadata))}"
+                )
+        return tasks
 
     @classmethod
     def stop_strings(cls, settings: Any) -> tuple[str, ...]:
@@ -381,6 +399,7 @@ class ToolEnvironment(Environment):
         self._num_invalid = 0
         self._num_refused = 0
         self._turns: list[Any] = []  # Turn, or NativeTurn with native calls
+        self._final: Score | None = None
 
     def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Return the question. ``seed`` is not used: the same turns always get the same results."""
@@ -408,7 +427,7 @@ class ToolEnvironment(Environment):
 
         Raises ToolFault if the reward's judge has no verdict.
         """
-        score = self._score(self._turns)
+        score = self._final or self._score(self._turns)
         metrics = {
             "em": float(score.em),
             "f1": score.f1,
@@ -422,7 +441,8 @@ class ToolEnvironment(Environment):
         }
         for name in self.shared.tools.names:
             metrics[f"num_tool_calls_{name}"] = float(self._num_calls[name])
-        success = score.is_correct and score.fault is None
+        has_function = self.settings.reward.function is not None  # whose reward alone decides
+        success = score.is_correct and (has_function or score.fault is None)
         return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
 
     def copy(self) -> Self:
@@ -529,9 +549,13 @@ class ToolEnvironment(Environment):
         self._num_refused += is_refused
         self._num_invalid += is_invalid
         if is_invalid and self._num_invalid >= self.settings.max_invalid:
-            reward = self._score(self._turns).reward
+            self._final = self._score(self._turns)
             return StepResult(
-                reward=reward, done=True, invalid=True, num_tool_calls=len(executed), tools=executed
+                reward=self._final.reward,
+                done=True,
+                invalid=True,
+                num_tool_calls=len(executed),
+                tools=executed,
             )
         return StepResult(
             messages=tuple(messages),
@@ -560,13 +584,22 @@ class ToolEnvironment(Environment):
 
     def _end(self, turn: Turn | NativeTurn, *, invalid: bool) -> StepResult:
         # Score first, so that a fault of a judge leaves the record unchanged.
-        score = self._score([*self._turns, turn])
+        self._final = self._score([*self._turns, turn])
         self._turns.append(turn)
         self._num_invalid += invalid
-        return StepResult(reward=score.reward, done=True, invalid=invalid)
+        return StepResult(reward=self._final.reward, done=True, invalid=invalid)
 
     def _score(self, turns: Sequence[Any]) -> Score:
-        task, judge, reward = self.task, self.shared.judge, self.settings.reward
+        function, reward = self.shared.reward_function, self.settings.reward
+        if function is None:
+            return self._grade(turns, reward)
+        text = "".join(map(_completion, turns))
+        return score_by_function(
+            function, self.task, text, self._grade(turns, reward.model_copy(update={"answer": "f1"}))
+        )
+
+    def _grade(self, turns: Sequence[Any], reward: RewardConfig) -> Score:
+        task, judge = self.task, self.shared.judge
         judged: Judged | None = None if judge is None else lambda prediction: judge(task, prediction)
         if self.settings.call_format is None:
             return score_turns(turns, task.answers, self.shared.tools.names, reward, judged=judged)
@@ -579,6 +612,11 @@ class ToolEnvironment(Environment):
             num_tools=len({name for turn in turns for name in turn.executed}),
             judged=judged,
         )
+
+
+def _completion(turn: Turn | NativeTurn) -> str:
+    """What a reward function sees of a turn: its text, and the result that continues the message."""
+    return turn.content if isinstance(turn, NativeTurn) else turn.text + (turn.result or "")
 
 
 class TasksWithAnswers(EnvironmentTaskSet):
@@ -656,6 +694,9 @@ def system_prompt(config: ToolsConfig) -> str:
 def _native_prompt(config: ToolsConfig) -> str:
     """The same without the tools, which the chat template describes."""
     boxed = config.reward.require_boxed
+    if not config.tools:
+        answer = r"Write the final answer as \boxed{...}." if boxed else "Answer the question."
+        return answer if config.prompt == "short" else f"Solve the question step by step. {answer}"
     if config.prompt == "short":
         return r"Use the tools, then answer with \boxed{...}." if boxed else "Use the tools, then answer."
     thinking = "Put your thoughts in <think> and </think>. " if config.reward.require_think else ""

@@ -1,17 +1,20 @@
 """The tag protocol of tool calls, and the reward of answers and of the format of their turns."""
 
 import hashlib
+import inspect
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
+from outrider.environments.base import as_float, describe
 from outrider.environments.grading.answers import (
     contains_answer,
     exact_match,
@@ -20,7 +23,18 @@ from outrider.environments.grading.answers import (
     unwrap_text,
 )
 from outrider.environments.grading.math_answers import Verdict, compare_all, strings_equal
-from outrider.errors import ConfigError, EngineFault, ModelError, ToolFault, ToolUnavailable
+from outrider.errors import (
+    ConfigError,
+    EngineFault,
+    EnvironmentFault,
+    InvalidResult,
+    ModelError,
+    OutriderError,
+    ToolFault,
+    ToolUnavailable,
+)
+from outrider.plugins.imports import describe_exception, import_function
+from outrider.plugins.registry import is_import_path
 from outrider.seeding import stream_seed
 from outrider.tokens.tool_calls import without_thoughts
 from outrider.tools.base import SingleFlightCache
@@ -448,12 +462,112 @@ correct; None if a verifier could not decide. Raises what a judge raises.
 """
 
 
+# A reward function of yours, with the arguments that TRL's GRPOTrainer or verl pass.
+
+
+_TRL_ONLY: Final = frozenset({"completion_ids", "trainer_state", "environments"})
+_VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+class RewardFunction:
+    """A function that scores one completion; safe to use from several threads if the function is.
+
+    As in TRL, it is called with the keyword arguments ``prompts`` and ``completions``, lists with one
+    element, and a list with one element for every other column of the data set, and returns a list with one
+    reward. Prompt and completion are messages if the column ``prompt`` is a list, and text otherwise. As in
+    verl, it is called with ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info``, and
+    returns the reward or a mapping with ``score``. The names of its parameters decide, and arguments that it
+    does not accept are left out.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Import the function. Raises ConfigError if it is none, or has parameters that are never passed."""
+        self.path = path
+        self._function = import_function(path)
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{path} has no signature: wrap it in a function of your own") from error
+        if inspect.iscoroutinefunction(self._function):
+            raise ConfigError(f"{path} is a coroutine function; define the reward with def")
+        named = {parameter.name: parameter for parameter in parameters if parameter.kind in _NAMED}
+        required = {name for name, parameter in named.items() if parameter.default is parameter.empty}
+        self._accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = frozenset(named)
+        self._is_verl = "solution_str" in named
+        if not self._is_verl and not named.keys() & {"completions", "prompts"} and not self._accepts_all:
+            raise ConfigError(
+                f"{path} accepts ({', '.join(named)}): name completions, as in TRL, or solution_str and "
+                "ground_truth, as in verl"
+            )
+        if self._is_verl and (unknown := required - set(_VERL)):
+            raise ConfigError(f"{path} needs {sorted(unknown)[0]!r}; the arguments are {', '.join(_VERL)}")
+        if missing := required & _TRL_ONLY:
+            raise ConfigError(f"{path} needs {sorted(missing)[0]!r}, which only TRL's trainer has")
+        self.columns = frozenset() if self._is_verl else required - {"prompts", "completions"}
+        """Columns of the data set that the function cannot do without."""
+
+    def score(self, task: Task, completion: str) -> float:
+        """Return the reward. Raises EnvironmentFault if the function raises, InvalidResult if it returns no
+        number, and NonFiniteResult for NaN.
+        """
+        arguments = self._verl(task, completion) if self._is_verl else self._trl(task, completion)
+        if not self._accepts_all:
+            arguments = {name: value for name, value in arguments.items() if name in self._names}
+        try:
+            result = self._function(**arguments)
+        except OutriderError:
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
+        if isinstance(result, Mapping):
+            result = result.get("score")
+        elif not self._is_verl:
+            try:
+                [result] = result
+            except (TypeError, ValueError) as error:
+                raise InvalidResult(
+                    f"{self.path} returned {describe(result)} for one completion, no list with one reward"
+                ) from error
+        return as_float(result, f"the reward of {self.path}")
+
+    def _trl(self, task: Task, completion: str) -> dict[str, Any]:
+        prompt = task.metadata.get("prompt")
+        is_conversational = isinstance(prompt, list)
+        columns = {name: [value] for name, value in task.metadata.items() if name != "prompt"}
+        return columns | {
+            "prompts": [prompt if is_conversational else task.question],
+            "completions": [
+                [{"role": "assistant", "content": completion}] if is_conversational else completion
+            ],
+        }
+
+    def _verl(self, task: Task, completion: str) -> dict[str, Any]:
+        answers, row = list(task.answers), task.metadata
+        nested = row.get("reward_model")
+        truth = nested if isinstance(nested, Mapping) else row
+        return {
+            "data_source": row.get("data_source", ""),
+            "solution_str": completion,
+            "ground_truth": truth.get("ground_truth", answers[0] if len(answers) == 1 else answers),
+            "extra_info": row.get("extra_info") or {},
+        }
+
+
+_NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 class RewardConfig(Settings):
     """How an answer becomes a reward (ARPO, arXiv 2507.19849, equation 8, is the default)."""
 
     answer: Literal["f1", "em", "math", "judge", "verifier"] = "f1"
     """Correctness: token F1, or 0 or 1 by exact match after normalisation, by mathematical equivalence, or by
     the judge's verdict; or the score of the tasks' own verifier, in environments that have one.
+    """
+    function: str | None = None
+    """Import path of a reward function, such as ``my_rewards:score``, with the arguments that TRL or verl
+    pass (:class:`RewardFunction`). What it returns is the reward: ``answer``, ``format_penalty`` and
+    ``multi_tool_bonus`` have no effect, and a reward above 0 is a success.
     """
     judge: RewardJudgeSettings | None = None
     """The model that judges, for ``answer = "judge"``: ``judge = {endpoint = {base_url = "..."}}``."""
@@ -470,7 +584,19 @@ class RewardConfig(Settings):
     def _has_its_judge(self) -> "RewardConfig":
         if (self.answer == "judge") != (self.judge is not None):
             raise ValueError('answer = "judge" and judge = {endpoint = {base_url = "..."}} need each other')
+        if self.function is not None and self.judge is not None:
+            raise ValueError("set one of function and judge")
+        if self.function is not None and not is_import_path(self.function):
+            raise ValueError(
+                f"function must be an import path such as my_rewards:score, not {self.function!r}"
+            )
         return self
+
+    def imported(self) -> Mapping[str, str]:
+        return {} if self.function is None else {"function": self.function}
+
+    def reference_checks(self) -> Mapping[str, Callable[[], object]]:
+        return {key: partial(RewardFunction, path) for key, path in self.imported().items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -549,6 +675,12 @@ def score_answer(
         is_correct=graded.correctness >= 1,
         num_undecided=graded.num_undecided,
     )
+
+
+def score_by_function(function: RewardFunction, task: Task, completion: str, score: Score) -> Score:
+    """Replace the reward of a score by that of a function; a reward above 0 is correct."""
+    reward = function.score(task, completion)
+    return replace(score, reward=reward, correctness=reward, is_correct=reward > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,221 @@
+"""Reward functions with the arguments of TRL and of verl, in recipes with the papers' tags and with native
+calls.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.config import validate
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
+from outrider.environments.tool_qa.rewards import RewardFunction
+from outrider.errors import ConfigError, DataError, EnvironmentFault, InvalidResult, NonFiniteResult
+from outrider.plugins.listing import validate_references
+from outrider.tools.base import ToolOutput
+from outrider.types import Message, Task
+from tests.tool_episodes import tool_factory
+
+REWARDS = """
+import math
+
+seen = []
+
+
+def trl(completions, ground_truth, **kwargs):
+    seen.append({"completions": completions, "ground_truth": ground_truth, **kwargs})
+    return [float(truth in str(completion)) for completion, truth in zip(completions, ground_truth)]
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    seen.append({"source": data_source, "text": solution_str, "truth": ground_truth, "extra": extra_info})
+    return {"score": 2.5 if ground_truth in solution_str else -1, "length": len(solution_str)}
+
+
+def short(solution_str, ground_truth):
+    return len(solution_str)
+
+
+def needs_ids(completions, completion_ids):
+    return [1.0]
+
+
+def neither(text):
+    return 1.0
+
+
+async def waits(completions, **kwargs):
+    return [1.0]
+
+
+def raises(completions, **kwargs):
+    return [completions[1]]
+
+
+def many(completions, **kwargs):
+    return [1.0, 2.0]
+
+
+def text(solution_str):
+    return "high"
+
+
+def nan(solution_str):
+    return math.nan
+"""
+
+
+class Sum:
+    """A tool with one answer."""
+
+    name = "python"
+
+    def run_text(self, text: str) -> ToolOutput:
+        return ToolOutput(text="5", failed=False)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+ROW = {"prompt": "2 + 3?", "ground_truth": "5", "data_source": "sums", "extra_info": {"index": 7}}
+
+
+@pytest.fixture(autouse=True)
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("my_rewards", None)
+    import my_rewards  # type: ignore[import-not-found]
+
+    yield my_rewards
+    sys.modules.pop("my_rewards", None)
+
+
+def settings(name: str, **options: Any) -> ToolsConfig:
+    table = {
+        "type": "tools", "tools": ["python"], "train": {"path": "rows.jsonl", "question": "prompt"},
+        "reward": {"function": f"my_rewards:{name}"}, **options,
+    }  # fmt: skip
+    return validate(ToolsConfig, table)
+
+
+def play(config: ToolsConfig, *turns: str) -> Any:
+    [task] = ToolEnvironment.tasks(config, "train")
+    episode = tool_factory(tools=[], config=config)(task)
+    episode.reset(0)
+    for turn in turns:
+        step = episode.step(Message(role="assistant", content=turn))
+    return step, episode.result()
+
+
+def test_a_function_of_trl_gets_completions_and_columns_and_its_list_is_the_reward(rewards: Any) -> None:
+    step, result = play(settings("trl"), "<think>easy</think><answer>5</answer>")
+    assert step.reward == result.episode_return == 1.0 and result.success
+    [call] = rewards.seen  # once, although result() repeats the reward
+    assert call.pop("prompts") == ["2 + 3?"]
+    assert call == {
+        "completions": ["<think>easy</think><answer>5</answer>"], "ground_truth": ["5"],
+        "data_source": ["sums"], "extra_info": [{"index": 7}],
+    }  # fmt: skip
+
+
+def test_the_format_has_no_part_in_the_reward_of_a_function() -> None:
+    for turn, reward in (("It is 5.", 1.0), ("It is 6.", 0.0)):
+        step, result = play(settings("trl"), turn)
+        assert step.reward == reward and result.success == (reward > 0)
+        assert result.metrics["format_ok"] == 0.0
+
+
+def test_a_conversational_prompt_makes_conversational_completions(rewards: Any, tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 3?"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "prompt": prompt}))
+    path = {"path": "rows.jsonl", "question": "prompt.1.content"}
+    _, result = play(settings("trl", train=path), "It is 5.")
+    assert result.episode_return == 1.0
+    assert rewards.seen[0]["prompts"] == [prompt]
+    assert rewards.seen[0]["completions"] == [[{"role": "assistant", "content": "It is 5."}]]
+    with pytest.raises(DataError, match=r"is a list of messages.* such as prompt\.1\.content"):
+        ToolEnvironment.tasks(settings("trl"), "train")
+
+
+def test_a_function_of_verl_gets_source_text_truth_and_extra_info(rewards: Any, tmp_path: Path) -> None:
+    row = {**ROW, "reward_model": {"ground_truth": "5", "style": "rule"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    _, result = play(settings("verl"), "It is 5.")
+    assert result.episode_return == 2.5 and result.success
+    assert rewards.seen == [{"source": "sums", "text": "It is 5.", "truth": "5", "extra": {"index": 7}}]
+    assert play(settings("short"), "four")[1].episode_return == 4.0
+
+
+def test_without_a_column_of_verl_the_accepted_answers_are_the_truth(rewards: Any) -> None:
+    function = RewardFunction("my_rewards:verl")
+    assert function.score(Task(key="a", question="q", answers=("5",)), "5") == 2.5
+    assert rewards.seen[0] == {"source": "", "text": "5", "truth": "5", "extra": {}}
+
+
+def test_results_of_tools_are_part_of_the_completion(rewards: Any) -> None:
+    config = settings("verl")
+    [task] = ToolEnvironment.tasks(config, "train")
+    episode = tool_factory(tools=[Sum()], config=config)(task)
+    episode.reset(0)
+    episode.step(Message(role="assistant", content="<python>print(2 + 3)</python>"))
+    episode.step(Message(role="assistant", content="<answer>5</answer>"))
+    episode.result()
+    assert "<result>\n5\n</result>" in rewards.seen[-1]["text"]
+
+
+def test_questions_without_tools_end_with_the_first_turn() -> None:
+    config = settings("trl", tools=[], protocol="hermes", prompt="short")
+    assert ToolEnvironment.open_shared(config).system_prompt == r"Write the final answer as \boxed{...}."
+    step, result = play(config, "It is 5.")
+    assert step.done and result.episode_return == 1.0 and result.success
+    with pytest.raises(ConfigError, match='without tools, set protocol = "hermes"'):
+        settings("trl", tools=[])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("needs_ids", "needs 'completion_ids', which only TRL's trainer has"),
+        ("neither", "name completions, as in TRL, or solution_str and ground_truth, as in verl"),
+        ("waits", "is a coroutine function"),
+        ("seen", "is a list, which cannot be called"),
+        ("none", "has no 'none'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_with_its_key(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function: .*{message}"):
+        validate_references(settings(name))
+
+
+def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 3?", "solution": "5"}))
+    with pytest.raises(DataError, match=r"needs the column 'ground_truth'; task rows-0 has prompt, solution"):
+        ToolEnvironment.tasks(settings("trl"), "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("raises", EnvironmentFault, r"my_rewards:raises at .*my_rewards\.py:\d+: IndexError"),
+        ("many", InvalidResult, "for one completion, no list with one reward"),
+        ("text", InvalidResult, "the reward of my_rewards:text is 'high'"),
+        ("nan", NonFiniteResult, "no finite number"),
+    ],
+)
+def test_a_wrong_result_names_the_function(name: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        RewardFunction(f"my_rewards:{name}").score(Task(key="a", question="q"), "text")
+
+
+def test_what_has_no_effect_or_no_path_is_refused() -> None:
+    endpoint = {"answer": "judge", "judge": {"endpoint": {"base_url": "http://127.0.0.1:9/v1"}}}
+    with pytest.raises(ConfigError, match="set one of function and judge"):
+        settings("trl", reward={"function": "my_rewards:trl", **endpoint})
+    with pytest.raises(ConfigError, match="function must be an import path"):
+        settings("trl", reward={"function": "my_rewards.py"})
