@@ -13,8 +13,11 @@ from outrider import deprecated
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
+    best_minus_second_advantages_per_rollout,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
+    mean_normalized_advantages_per_rollout,
+    pass_at_k_advantages_per_rollout,
 )
 from outrider.algorithms.loss_settings import (
     ClipLoss,
@@ -25,6 +28,7 @@ from outrider.algorithms.loss_settings import (
 )
 from outrider.algorithms.presets import with_preset
 from outrider.config import Settings
+from outrider.errors import InvalidResult
 from outrider.memory.embedders import CachedEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.tips import MemoryChange
@@ -42,19 +46,24 @@ if TYPE_CHECKING:
 
 
 Attribution = Literal["soft", "hard"]
-AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
+AdvantageKind = Literal[
+    "group_normalized", "group_centered", "leave_one_out", "mean_normalized", "pass_at_k", "best_minus_second"
+]
 
 
 class ObjectiveSettings(Settings):
     """The policy-gradient objective that the group methods share.
 
-    ``loss`` selects the token loss. ``sampler_correction`` weights tokens that the engine sampled from a
-    policy other than the trainer's (None: off). A TOML table for either overrides only the keys in it; the
-    other keys keep the defaults of the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks
-    tokens or rollouts, with or without the correction; the aggregation still counts them in its denominators.
-    ``max_length`` is the length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the
-    weight of an added loss: the mean negative log-likelihood over the tokens of successful rollouts. If
-    ``kl_weight`` is 0, no reference model is loaded.
+    ``advantage`` compares the rollouts of a group: z-scores (GRPO), centred returns (Dr. GRPO), RLOO's
+    leave-one-out baseline, ``mean_normalized`` (MaxRL), ``pass_at_k`` for the successes of ``pass_k``
+    rollouts, and ``best_minus_second`` (pass@n for graded returns). ``loss`` selects the token loss.
+    ``sampler_correction`` weights tokens that the engine sampled from a policy other than the trainer's
+    (None: off). A TOML table for either overrides only the keys in it; the other keys keep the defaults of
+    the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks tokens or rollouts, with or
+    without the correction; the aggregation still counts them in its denominators. ``max_length`` is the
+    length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the weight of an added
+    loss: the mean negative log-likelihood over the tokens of successful rollouts. If ``kl_weight`` is 0, no
+    reference model is loaded.
     """
 
     if TYPE_CHECKING:
@@ -65,6 +74,7 @@ class ObjectiveSettings(Settings):
 
     group_size: int = Field(8, ge=2)
     advantage: AdvantageKind = "group_normalized"
+    pass_k: int | None = Field(None, ge=1)
     loss: LossSettings = ClipLoss()
     aggregation: Literal[
         "token_mean",
@@ -94,6 +104,13 @@ class ObjectiveSettings(Settings):
         if (self.aggregation in ("constant_length", "sum_over_length")) != (self.max_length is not None):
             raise ValueError(
                 "max_length belongs to aggregation = constant_length or sum_over_length and to no other"
+            )
+        if (self.advantage == "pass_at_k") != (self.pass_k is not None):
+            raise ValueError("pass_k belongs to advantage = pass_at_k and to no other")
+        if self.pass_k is not None and self.pass_k >= self.group_size:
+            raise ValueError(
+                f"pass_k = {self.pass_k} needs a group_size above it, got {self.group_size}: with k = n no "
+                "rollout has an advantage"
             )
         return self
 
@@ -277,17 +294,38 @@ def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutA
 def group_advantages(
     returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
 ) -> RolloutAdvantages:
-    """Compute the advantages of one group; ``std_ddof`` applies to ``group_normalized`` only."""
+    """Compute the advantages of one group from its returns, for every kind but ``pass_at_k``; ``std_ddof``
+    applies to ``group_normalized`` only.
+    """
     if kind == "leave_one_out":
         return leave_one_out_advantages_per_rollout(returns=returns)
+    if kind == "mean_normalized":
+        return mean_normalized_advantages_per_rollout(returns=returns)
+    if kind == "best_minus_second":
+        return best_minus_second_advantages_per_rollout(returns=returns)
+    if kind == "pass_at_k":
+        raise ValueError("advantage = pass_at_k needs successes: use outcome_advantages")
     return group_normalized_advantages_per_rollout(
         returns=returns, std_ddof=std_ddof, normalize_std=kind == "group_normalized"
     )
 
 
-def outcome_advantages(trace: Trace, kind: AdvantageKind) -> RolloutAdvantages:
-    """Compute the advantages of a group from its :func:`total_returns`."""
-    return group_advantages(total_returns(trace), kind)
+def outcome_advantages(
+    trace: Trace, kind: AdvantageKind, *, pass_k: int | None = None, std_ddof: Literal[0, 1] = 1
+) -> RolloutAdvantages:
+    """Compute the advantages of a group from its :func:`total_returns`, or with ``pass_at_k`` from its
+    successes.
+    """
+    if kind == "pass_at_k":
+        success = [None if leaf.episode_return is None else leaf.success for leaf, _ in trace.rollouts()]
+        return pass_at_k_advantages_per_rollout(success=success, k=pass_k or 1)
+    returns = total_returns(trace)
+    if kind == "mean_normalized" and min((value for value in returns if value is not None), default=0.0) < 0:
+        raise InvalidResult(
+            f"algorithm.advantage = mean_normalized needs returns of at least 0: a rollout of task "
+            f"{trace.task.key!r} has {min(value for value in returns if value is not None):g}"
+        )
+    return group_advantages(returns, kind, std_ddof=std_ddof)
 
 
 def require_unassigned(nodes: Iterable[Node]) -> None:
