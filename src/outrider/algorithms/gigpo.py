@@ -147,12 +147,13 @@ class GigpoSettings(ObjectiveSettings):
     ``normalization``.
 
     ``gamma`` discounts step rewards per turn. ``step_weight`` is omega of ``A = A^E + omega A^S``.
-    ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal observations:
-    ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once, or ``turns`` as
-    the released code does. ``anchor = turn`` compares the step reward of turn number k with that of the other
-    rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of turns); it needs neither
-    ``gamma`` nor ``similarity``. ``invalid_penalty`` is subtracted from the return and the step return of a turn
-    that the environment could not parse. ``preset`` sets the defaults of all keys that you leave out.
+    ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal
+    observations: ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once,
+    or ``turns`` as the released code does. ``anchor = turn`` compares the step reward of turn number k with
+    that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of turns); it
+    needs neither ``gamma`` nor ``similarity``. ``invalid_penalty`` is subtracted from the return and the
+    step return of a turn that the environment could not parse. ``preset`` sets the defaults of all keys
+    that you leave out.
     """
 
     presets = GIGPO_PRESETS

@@ -73,6 +73,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("number", "1",
          "number of the entry of train.stages that the tasks of this step belong to, from 1", "rises",
          "train.stages"),
+        ("max_turns", "turns", "limit of this step, if rollout.max_turns is a list", "rises",
+         "rollout.steps_per_limit"),
     ),
     *group(
         "time",

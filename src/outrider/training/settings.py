@@ -12,7 +12,7 @@ from outrider.engines.base import PACKAGED, EngineSettings, LocalSettings
 from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
-from outrider.rollout.settings import EvaluationSettings, Limits
+from outrider.rollout.settings import EvaluationSettings, Limits, RolloutSettings
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer except the projection onto the vocabulary."""
@@ -335,7 +335,7 @@ class RunSettings(Settings):
     engine: EngineConfig = LocalSettings()
     environment: EnvironmentConfig
     algorithm: AlgorithmSettings
-    rollout: Limits = Limits()
+    rollout: RolloutSettings = RolloutSettings()
     buffer: BufferSettings = BufferSettings()
     cold_start: ColdStartSettings = ColdStartSettings()
     train: TrainSettings = TrainSettings()
