@@ -31,7 +31,7 @@ CORRECTION: dict[str, Any] = {"upper": 2.0, "lower": None, "level": "token", "ou
 OBJECTIVE: dict[str, Any] = {
     "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
     "max_length": None, "pass_k": None,
-    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0,
+    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0, "entropy_weight": 0.0,
     "kl_weight": 0.0, "kl_estimator": "k2",
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {

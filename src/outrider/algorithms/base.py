@@ -51,6 +51,9 @@ AdvantageKind = Literal[
 ]
 
 
+_LARGE_ENTROPY_WEIGHT = 0.01
+
+
 class ObjectiveSettings(Settings):
     """The policy-gradient objective that the group methods share.
 
@@ -62,8 +65,9 @@ class ObjectiveSettings(Settings):
     the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks tokens or rollouts, with or
     without the correction; the aggregation still counts them in its denominators. ``max_length`` is the
     length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the weight of an added
-    loss: the mean negative log-likelihood over the tokens of successful rollouts. If ``kl_weight`` is 0, no
-    reference model is loaded.
+    loss: the mean negative log-likelihood over the tokens of successful rollouts. ``entropy_weight`` is the
+    weight of an entropy bonus: the mean entropy of the policy over its trained tokens. If ``kl_weight`` is 0,
+    no reference model is loaded.
     """
 
     if TYPE_CHECKING:
@@ -87,6 +91,7 @@ class ObjectiveSettings(Settings):
     sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
     positive_nll: float = Field(0.0, ge=0)
+    entropy_weight: float = Field(0.0, ge=0)
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
 
@@ -160,7 +165,14 @@ class ObjectiveSettings(Settings):
         return None
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
-        """Return a line per setting without effect with ``num_groups`` groups on ``num_tasks`` tasks."""
+        """Return a line per setting that has no effect with ``num_groups`` groups on ``num_tasks`` tasks, or
+        that is usually a mistake.
+        """
+        if self.entropy_weight > _LARGE_ENTROPY_WEIGHT:
+            return [
+                f"algorithm.entropy_weight = {self.entropy_weight:g} is above {_LARGE_ENTROPY_WEIGHT}: a "
+                "bonus of this size often ends in random text; watch entropy/trainer_mean"
+            ]
         return []
 
     def validate_run(self, run: "RunSettings") -> None:

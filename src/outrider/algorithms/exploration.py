@@ -152,12 +152,14 @@ class ExplorationSettings(ObjectiveSettings):
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
+        lines = super().warnings(num_groups=num_groups, num_tasks=num_tasks)
         tips = self.parts.tips
         if tips is None or not never_shows_a_tip(tips, num_groups=num_groups, num_tasks=num_tasks):
-            return []
+            return lines
         return [
+            *lines,
             f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, and a task is shown its "
-            f"own tips only; algorithm.{self._section('tips')}memory.scope=all shares them"
+            f"own tips only; algorithm.{self._section('tips')}memory.scope=all shares them",
         ]
 
     @property
