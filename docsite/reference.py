@@ -3,6 +3,7 @@
 import argparse
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import NoneType
 from typing import Annotated, Any, Final, get_args, get_origin
 
@@ -12,6 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from docsite.plugins import all_metrics_page, plugins_page
 from outrider.cli import make_parser
+from outrider.commands import all_parsers
 from outrider.plugins.registry import Name, field_markers
 from outrider.training.settings import RunSettings
 
@@ -113,18 +115,15 @@ def _kind(annotation: Any) -> str:
 
 def cli_page() -> str:
     """The help of every command."""
-    return _CLI + "".join(_commands(make_parser(), 2))
+    return _CLI + "".join(_commands(make_parser()))
 
 
-def _commands(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            about = {choice.dest: choice.help or "" for choice in action._choices_actions}
-            for name, inner in action.choices.items():
-                inner.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=100)
-                text = inner.format_help().rstrip()
-                yield f"\n{'#' * level} `{inner.prog}`\n\n{about.get(name, '')}\n\n```text\n{text}\n```\n"
-                yield from _commands(inner, level + 1)
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for inner in all_parsers(parser):
+        if inner is not parser:
+            inner.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=72)
+            level = inner.prog.count(" ") + 1
+            yield f"\n{'#' * level} `{inner.prog}`\n\n```text\n{inner.format_help().rstrip()}\n```\n"
 
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = {

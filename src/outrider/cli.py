@@ -13,37 +13,48 @@ from importlib import import_module
 from typing import Final
 
 from outrider import __version__
+from outrider.commands import Parser, all_parsers, describe
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import print_lines
 from outrider.signals import exit_on_second_signal, is_interruption, reraise_lost_interrupts
+from outrider.suggestions import did_you_mean
 
 Command = Callable[[argparse.Namespace], int]
-COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
-    "train": ("train", "train from a recipe, or continue a run"),
-    "prompt": (
-        "prompt",
-        "print the first prompt of a task: messages, text as the chat template renders it, ids",
-    ),
-    "plan": ("plan", "memory, tokens and seconds that a recipe needs, and whether it fits"),
-    "eval": ("eval", "evaluate on a recipe's held-out panel, or on named task sets"),
-    "buffer": ("buffer", "step-trace buffers"),
-    "critic": ("critic", "train a critic on recorded trajectories (Retrospex)"),
-    "replay": ("replay", "replay the rollouts of a recorded training step, without a model"),
-    "inspect-log": ("replay", "an evaluation as a log file of inspect-ai"),
-    "compare": ("replay", "compare runs over seeds: scores with intervals, tests, curves at equal cost"),
-    "export": ("push", "a run's weights as a Hugging Face folder"),
-    "push": ("push", "a run's weights, or a data set, with a card to the Hugging Face hub"),
-    "view": ("view", "look at runs in the browser (extra: view)"),
-    "watch": ("view", "follow a run from another terminal (Ctrl-C ends only that)"),
-    "report": ("view", "write report.html of a run: one page, no script, no server"),
-    "pack": ("pack", "pack runs into a folder that others can verify (docs/packs.md)"),
-    "verify": ("pack", "check a pack: its files, its tables, and one row that is rerun"),
-    "doctor": ("doctor", "what works on this machine"),
-    "list": ("doctor", "every plug-in, where it comes from, and what it is"),
-    "new": ("doctor", "a small package with a plug-in of your own, its test and a recipe"),
-    "init": ("doctor", "write a commented recipe to start from"),
+GROUPS: Final = ("run", "inspect", "compare", "data", "share", "machine")
+COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "init": ("doctor", "run", "write a commented recipe to start from"),
+    "new": ("doctor", "run", "write a small package with a plug-in, its test and a recipe"),
+    "train": ("train", "run", "train from a recipe, or continue a run"),
+    "eval": ("eval", "run", "evaluate a model on a recipe's tasks or on a task set"),
+    "critic": ("critic", "run", "train a critic on recorded trajectories (Retrospex)"),
+    "prompt": ("prompt", "inspect", "print the first prompt of a task: messages, text, ids"),
+    "watch": ("view", "inspect", "follow a run from another terminal"),
+    "view": ("view", "inspect", "open runs in the browser (extra: view)"),
+    "replay": ("replay", "inspect", "replay the rollouts of a training step without a model"),
+    "compare": ("replay", "compare", "compare runs over seeds: intervals, tests, curves"),
+    "verify": ("pack", "compare", "check a pack: files, tables and one row that is rerun"),
+    "data": ("data", "data", "list, download and check published data sets"),
+    "buffer": ("buffer", "data", "build, import, inspect and query step-trace buffers"),
+    "report": ("view", "share", "write report.html of a run, a page that needs no server"),
+    "export": ("push", "share", "write the weights of a run as a Hugging Face folder"),
+    "push": ("push", "share", "upload weights or a data set to the Hugging Face hub"),
+    "pack": ("pack", "share", "pack runs into a folder that others can verify"),
+    "inspect-log": ("replay", "share", "write an evaluation as a log file of inspect-ai"),
+    "doctor": ("doctor", "machine", "check what works on this machine"),
+    "plan": ("plan", "machine", "estimate memory, tokens and seconds of a recipe"),
+    "list": ("doctor", "machine", "list every plug-in and preset, and what it is"),
 }
-"""Name of a command -> its module in ``outrider.commands``, and its line in the help."""
+"""Name of a command -> its module in ``outrider.commands``, its group in the help, and its line there. The
+function ``add_NAME`` of the module adds its arguments, with a description and examples (``describe``).
+"""
+
+
+_START: Final = (
+    "examples:",
+    "  outrider train recipes/demo.toml --smoke --run runs/smoke   # seconds on a CPU",
+    "  outrider train recipes/demo.toml --run runs/demo",
+    "  outrider report runs/demo",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,18 +89,35 @@ def make_parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
 
     A parsed command is a function of the arguments, in ``command``, which returns the exit status.
     """
-    parser = argparse.ArgumentParser(prog="outrider", description="Train LLM agents to explore.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser = Parser(prog="outrider", usage="outrider [-h] [--version] COMMAND ...")
+    describe(
+        parser, "Train LLM agents to explore. `outrider COMMAND --help` prints the arguments of a command."
+    )
+    parser.add_argument("--version", action="version", version=__version__, help="print the version and exit")
     parser.set_defaults(interrupted="")  # how to continue after Ctrl-C, if that is possible
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, meaning) in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=meaning)
+    subparsers = parser.add_subparsers(
+        required=True, prog="outrider", metavar="COMMAND", dest="command_name", help=argparse.SUPPRESS
+    )
+    parser.epilog = _grouped_commands()
+    for name, (module, _, _) in COMMANDS.items():
+        subparser = subparsers.add_parser(name)
         if name in commands:
             add_arguments = getattr(
                 import_module(f"outrider.commands.{module}"), f"add_{name.replace('-', '_')}"
             )
             add_arguments(subparser)
     return parser
+
+
+def _grouped_commands() -> str:
+    width = max(map(len, COMMANDS))
+    lines = []
+    for group in GROUPS:
+        lines += ["", f"{group}:"]
+        lines += [
+            f"  {name:{width}}  {meaning}" for name, (_, owner, meaning) in COMMANDS.items() if owner == group
+        ]
+    return "\n".join([*lines, "", *_START]).lstrip("\n")
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -101,7 +129,12 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if rest and (
         not all("=" in item and not item.startswith("-") for item in rest) or "overrides" not in parsed
     ):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        chosen = next(
+            inner for inner in all_parsers(parser) if inner.prog == f"outrider {parsed.command_name}"
+        )
+        options = {option for inner in all_parsers(chosen) for option in inner._option_string_actions}
+        hint = did_you_mean(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
+        chosen.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:  # argparse accepts positional arguments in one block only; overrides may stand anywhere
         parsed.overrides = [*parsed.overrides, *rest]
     return parsed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import outrider
-from outrider.cli import main
+from outrider.cli import COMMANDS
 from tests.docsite.test_tutorial import SMALL
 from tests.tiny import save_tiny_model
 
@@ -38,9 +38,5 @@ def test_the_example_trains_a_model(
     assert "0" in capsys.readouterr().out  # no turn of a random model is one of the words
 
 
-def test_every_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    commands = re.findall(r"^    ([a-z][a-z-]*)", capsys.readouterr().out, re.MULTILINE)
-    assert {"train", "inspect-log", "init"} <= set(commands)
-    assert [name for name in commands if not re.search(rf"\boutrider {name}\b(?!-)", README)] == []
+def test_every_command_is_named() -> None:
+    assert [name for name in COMMANDS if not re.search(rf"\boutrider {name}\b(?!-)", README)] == []

@@ -57,17 +57,13 @@ _LARGE_ENTROPY_WEIGHT = 0.01
 class ObjectiveSettings(Settings):
     """The policy-gradient objective that the group methods share.
 
-    ``advantage`` compares the rollouts of a group: z-scores (GRPO), centred returns (Dr. GRPO), RLOO's
-    leave-one-out baseline, ``mean_normalized`` (MaxRL), ``pass_at_k`` for the successes of ``pass_k``
-    rollouts, and ``best_minus_second`` (pass@n for graded returns). ``loss`` selects the token loss.
-    ``sampler_correction`` weights tokens that the engine sampled from a policy other than the trainer's
-    (None: off). A TOML table for either overrides only the keys in it; the other keys keep the defaults of
-    the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks tokens or rollouts, with or
-    without the correction; the aggregation still counts them in its denominators. ``max_length`` is the
-    length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the weight of an added
-    loss: the mean negative log-likelihood over the tokens of successful rollouts. ``entropy_weight`` is the
-    weight of an entropy bonus: the mean entropy of the policy over its trained tokens. If ``kl_weight`` is 0,
-    no reference model is loaded.
+    ``loss`` selects the token loss. ``sampler_correction`` weights tokens that the engine sampled from a
+    policy other than the trainer's (None: off). A TOML table for either overrides only the keys in it; the
+    other keys keep the defaults of the method. See docs/algorithms/objectives.md. ``sampler_rejection`` masks
+    tokens or rollouts, with or without the correction; the aggregation still counts them in its denominators.
+    ``max_length`` is the length constant of the aggregations of Dr. GRPO and LUFFY. ``positive_nll`` is the
+    weight of an added loss: the mean negative log-likelihood over the tokens of successful rollouts. If
+    ``kl_weight`` is 0, no reference model is loaded.
     """
 
     if TYPE_CHECKING:
@@ -77,8 +73,15 @@ class ObjectiveSettings(Settings):
     """Defaults of each value of the field ``preset``, for classes that have this field."""
 
     group_size: int = Field(8, ge=2)
+    """Number of rollouts per task; they form a group."""
     advantage: AdvantageKind = "group_normalized"
+    """How the returns of a group become advantages: the mean is subtracted and the result divided by the
+    std (``group_normalized``), or only the mean is subtracted (``group_centered``), or the mean of the
+    other rollouts (``leave_one_out``). ``mean_normalized`` divides by the mean (MaxRL), ``pass_at_k`` rewards
+    ``pass_k`` rollouts by one success, ``best_minus_second`` rewards the best rollout alone.
+    """
     pass_k: int | None = Field(None, ge=1)
+    """Number k of rollouts of ``advantage = pass_at_k``."""
     loss: LossSettings = ClipLoss()
     aggregation: Literal[
         "token_mean",
@@ -87,13 +90,16 @@ class ObjectiveSettings(Settings):
         "constant_length",
         "sum_over_length",
     ] = "token_mean"
+    """How the losses of tokens are averaged (docs/algorithms/objectives.md)."""
     max_length: int | None = Field(None, ge=1)
     sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
     positive_nll: float = Field(0.0, ge=0)
     entropy_weight: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus: the mean entropy of the policy over its trained tokens."""
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
+    """Estimator of the KL divergence from the reference model in the loss."""
 
     @model_validator(mode="before")
     @classmethod

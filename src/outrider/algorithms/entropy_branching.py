@@ -124,14 +124,21 @@ class BranchSettings(Settings):
     base_probability: float = Field(0.5, ge=0, le=1)
     entropy_weight: float = Field(0.2, ge=0)
     decision: Decision = "bernoulli"
+    """``bernoulli`` draws with the fork probability, ``threshold`` forks if it exceeds ``threshold``,
+    ``aepo_released`` is the rule of the released AEPO code.
+    """
     threshold: float = Field(0.5, ge=0, le=1)
     source: Literal["after_result", "previous_segment"] = "after_result"
     reduce: Reduce = "mean"
+    """Mean or sum of the entropies in the window."""
     normalizer: Normalizer = "log_vocabulary"
+    """The entropy is divided by the logarithm of the vocabulary size, by the size, or by nothing."""
     attribution: Attribution = "soft"
     pre_monitor: bool = False
     branch_penalty: float = Field(0.0, ge=0, le=1)
+    """Reduction of the fork probability per consecutive step that forked (AEPO; 0: none)."""
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
+    """Consecutive forks are counted along one rollout (``lineage``) or over all rollouts of a prompt."""
 
 
 def require_countable(objective: ObjectiveSettings, attribution: Attribution) -> None:

@@ -32,8 +32,11 @@ class GppoLoss(Settings):
 
     type: Literal["gppo"] = "gppo"
     clip_low: float = Field(0.2, ge=0, le=1)
+    """Lower bound of the ratio: 1 - ``clip_low``."""
     clip_high: float = Field(0.2, ge=0)
+    """Upper bound of the ratio: 1 + ``clip_high``."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bound of the loss of negative advantages (None: off)."""
 
 
 class CispoLoss(Settings):
@@ -61,7 +64,9 @@ class GspoLoss(Settings):
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, le=1)
+    """Lower bound of the rollout's ratio: 1 - ``clip_low``."""
     clip_high: float = Field(4e-4, ge=0)
+    """Upper bound of the rollout's ratio: 1 + ``clip_high``."""
     sequence_ratio: Literal["token", "sequence", "product"] = "token"
 
 

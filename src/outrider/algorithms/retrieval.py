@@ -269,6 +269,7 @@ class RetrievalSettings(Settings):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     scope: Literal["all", "same_task", "other_tasks"] = "all"
     include_terminal: bool = False
+    """Whether the last step of a trajectory, which contains the answer, can be retrieved."""
     noise: float = Field(0.0, ge=0, le=1)
     mode: Literal["context", "execute"] = "context"
     level: Literal["step", "segment", "trajectory"] = "step"

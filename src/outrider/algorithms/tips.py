@@ -128,6 +128,7 @@ class MemorySettings(Settings):
     """
 
     embedder: EmbedderName = "minilm"
+    """Embedder of states and tips."""
     writer: Literal["policy", "environment"] = "policy"
     scope: Literal["task", "world", "all"] = "task"
     state_key: Literal["observation", "chat", "question"] = "observation"
@@ -139,6 +140,9 @@ class MemorySettings(Settings):
     max_tip_tokens: int = Field(64, ge=1)
     capacity: int = Field(1000, ge=1)
     eviction: Eviction = "fifo"
+    """Tip to remove from a full buffer: the oldest (``fifo``), the one with the lowest score, or a random
+    one (``reservoir``).
+    """
 
 
 class TipHook(Hook):
@@ -430,6 +434,7 @@ class TipSettings(Settings):
     intrinsic_coefficient: float = Field(0.01, ge=0)
     intrinsic_where_tied: bool = True
     novelty: Literal["count", "rnd"] = "count"
+    """How the novelty of a state is measured: by counting visits, or by random network distillation."""
     novelty_threshold: float = Field(0.9, ge=-1, le=1)
     rnd: DistillationSettings = DistillationSettings()
     memory: MemorySettings = MemorySettings()

@@ -41,6 +41,7 @@ class TreeGrpoSettings(ObjectiveSettings):
 
     type: Literal["tree_grpo"] = "tree_grpo"
     preset: Literal["tree-grpo", "tree-grpo-official"] = "tree-grpo"
+    """Defaults of all keys that you leave out: the paper, or the released script."""
     group_size: int = Field(6, ge=2)
     num_trees: int = Field(2, ge=1)
     num_expansions: int = Field(2, ge=1)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
+from outrider.commands import describe
 from outrider.commands.train import add_smoke, resolve_trajectories
 from outrider.config import load_settings
 from outrider.errors import ConfigError
@@ -13,6 +14,12 @@ _SMOKE: Final = ("embedder=hash", "num_updates=4", "batch_size=4")
 
 def add_critic(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
+    describe(
+        parser,
+        "Train a critic on recorded trajectories with implicit Q-learning. The engine retrospex combines its "
+        "scores with the policy's.",
+        "outrider critic --from runs/base --out critic.safetensors",
+    )
     parser.add_argument("overrides", nargs="*", help="key=value (docs/algorithms/retrospex.md)")
     parser.add_argument(
         "--from",
@@ -21,14 +28,14 @@ def add_critic(parser: argparse.ArgumentParser) -> None:
         action="append",
         required=True,
         metavar="SOURCE",
-        help="a run directory, or a file of trajectories (docs/formats.md); may be given again",
+        help="a run directory, or a file of trajectories (docs/formats.md); can be repeated",
     )
     parser.add_argument(
         "--held-out",
         action="store_true",
-        help="of runs also the evaluations on other splits than train: not on tasks that it is evaluated on",
+        help="also read the evaluations of runs on splits other than train; do not evaluate the critic there",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the critic, a new file")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="new file for the critic")
     add_smoke(parser)
     parser.set_defaults(command=_critic)
 

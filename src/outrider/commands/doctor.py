@@ -3,14 +3,27 @@
 import argparse
 from pathlib import Path
 
+from outrider.commands import describe
 from outrider.plugins.registry import KINDS
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``doctor``."""
-    parser.add_argument("--model", help="load this model: which path computes it, and why")
-    parser.add_argument("--cluster", action="store_true", help="what a run on several processes needs")
-    parser.add_argument("--ray-address", default="local", help="with --cluster: auto, or of a Ray to join")
+    describe(
+        parser,
+        "Check the processor, packages, models and tools of this machine, and print what to install.",
+        "outrider doctor",
+        "outrider doctor --model smollm2-135m-instruct",
+        "outrider doctor --cluster --folder runs",
+    )
+    parser.add_argument("--model", help="load this model: print how it is computed, and why")
+    parser.add_argument("--cluster", action="store_true", help="check Ray, nodes, ranks and engines instead")
+    parser.add_argument(
+        "--ray-address",
+        default="local",
+        metavar="ADDRESS",
+        help="with --cluster: local, auto, or the address of a running Ray (default: local)",
+    )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="with --cluster: where runs will be (default: runs)"
     )
@@ -19,21 +32,45 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def add_list(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``list``."""
-    parser.add_argument("kind", nargs="?", choices=KINDS, help="only this kind")
+    describe(
+        parser,
+        "List algorithms, their presets, environments, tools, engines, embedders, trackers and call formats: "
+        "built-in ones and those of installed packages.",
+        "outrider list",
+        "outrider list algorithms",
+    )
+    parser.add_argument(
+        "kind", nargs="?", choices=KINDS, metavar="KIND", help=f"only this kind: {', '.join(KINDS)}"
+    )
     parser.set_defaults(command=_list)
 
 
 def add_new(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``new``."""
-    parser.add_argument("kind", choices=("environment", "gym", "agent", "tool", "functions", "algorithm"))
-    parser.add_argument("name", help="of the plug-in and, with _ for -, of its package")
-    parser.add_argument("--folder", type=Path, help="where (default: NAME in the current folder)")
+    describe(
+        parser,
+        "Write a small package with a plug-in of your own, a test of its contract and a recipe.",
+        "outrider new environment my-world",
+    )
+    parser.add_argument(
+        "kind",
+        choices=("environment", "gym", "agent", "tool", "functions", "algorithm"),
+        metavar="KIND",
+        help="environment, gym, agent, tool, functions or algorithm",
+    )
+    parser.add_argument("name", help="name of the plug-in and, with _ for -, of its package")
+    parser.add_argument("--folder", type=Path, help="new folder (default: NAME in the current folder)")
     parser.set_defaults(command=_new)
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``init``."""
-    parser.add_argument("file", type=Path)
+    describe(
+        parser,
+        "Write a commented recipe to start from, with questions of Factbook and RAPO.",
+        "outrider init first.toml",
+    )
+    parser.add_argument("file", type=Path, help="new TOML file")
     parser.set_defaults(command=_init)
 
 

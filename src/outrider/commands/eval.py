@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from outrider.commands import positive
+from outrider.commands import add_progress, describe, positive
 from outrider.commands.train import add_smoke, print_settings, recipe_changes, smoke
 from outrider.config import load_settings
 from outrider.errors import ConfigError
@@ -21,23 +21,35 @@ _ONLY_WITH_TASKS: Final = tuple(name for name in _TASK_FLAGS if name not in ("ta
 
 def add_eval(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
+    describe(
+        parser,
+        "Evaluate a model on the held-out tasks of a recipe, on a task set (gsm8k, aime24, ...), on "
+        "a file of questions, or in an environment. --regrade grades stored replies again.",
+        "outrider eval recipes/demo.toml --run runs/base",
+        "outrider eval recipes/demo.toml --smoke --run runs/smoke-eval",
+        "outrider eval --tasks gsm8k --model runs/demo --run runs/demo-gsm8k",
+        "outrider eval --regrade runs/demo-gsm8k",
+    )
     parser.add_argument("recipe", nargs="?", help="TOML file; none with --tasks")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--run", type=Path, help="new run directory; with --tasks also one to continue")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     add_smoke(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--checkpoint", type=Path, help="weights of a training run")
     parser.add_argument(
         "--adapt", type=positive, metavar="K", help="K trials with a memory and no change of weights"
     )
     parser.add_argument(
-        "--method", choices=("tips", "reflexion"), default="tips", help="what --adapt remembers"
+        "--method",
+        choices=("tips", "reflexion"),
+        default="tips",
+        help="what the memory of --adapt stores (default: tips)",
     )
     parser.add_argument(
         "--model", help="short for model.name=...; with --tasks also a run directory or a checkpoint in one"
     )
-    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
-    tasks = parser.add_argument_group("task sets", "docs/evaluation.md")
+    add_progress(parser)
+    tasks = parser.add_argument_group("task sets", "see docs/evaluation.md")
     tasks.add_argument("--tasks", metavar="NAME[=FILE]", help="task set, file of questions, or environment")
     tasks.add_argument(
         "--regrade",
@@ -46,22 +58,24 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
         help="grade the stored replies of this directory again, without a model",
     )
     tasks.add_argument("--endpoint", metavar="URL", help="OpenAI-compatible base URL, in place of --model")
-    tasks.add_argument("--endpoint-model", help="its name on the server (default: the first that is served)")
-    tasks.add_argument("--limit", type=positive, metavar="N", help="only the first tasks")
-    tasks.add_argument("--samples", type=positive, metavar="K", help="for pass@k and avg@k")
-    tasks.add_argument("--temperature", type=float, help="0 is greedy")
+    tasks.add_argument("--endpoint-model", metavar="NAME", help="its name on the server (default: the first)")
+    tasks.add_argument("--limit", type=positive, metavar="N", help="only the first N tasks")
+    tasks.add_argument("--samples", type=positive, metavar="K", help="samples per task, for pass@k and avg@k")
+    tasks.add_argument("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy")
     tasks.add_argument(
-        "--tools", choices=("on", "off"), help="default: off for questions, on for environments"
+        "--tools",
+        choices=("on", "off"),
+        help="tools in the prompt (default: off for questions, on for environments)",
     )
-    tasks.add_argument("--corpus", type=Path, metavar="FILE", help="passages for the tool search")
+    tasks.add_argument("--corpus", type=Path, metavar="FILE", help="passages for the tool `search`")
     tasks.add_argument(
         "--rules",
         choices=("default", "arpo-train", "arpo-eval", "squad"),
-        help="extraction and normalisation",
+        help="how answers are extracted and normalised",
     )
     tasks.add_argument("--judge", metavar="URL", help="OpenAI-compatible base URL of a judge")
-    tasks.add_argument("--judge-model", help="its name on the server (default: the first that is served)")
-    tasks.add_argument("--seed", type=int, help="of the samples and the environments")
+    tasks.add_argument("--judge-model", metavar="NAME", help="its name on the server (default: the first)")
+    tasks.add_argument("--seed", type=int, help="seed of samples and environments")
     parser.set_defaults(command=_evaluate)
 
 

@@ -4,12 +4,18 @@ import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from outrider.commands import add_progress, describe
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``pack``."""
+    describe(
+        parser,
+        "Copy the results of runs into a folder with checksums and tables that others can verify.",
+        "outrider pack runs/rapo-0 runs/grpo-0 --out results.pack",
+    )
     parser.add_argument(
         "runs",
         nargs="+",
@@ -19,15 +25,26 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="PACK", help="new folder")
     parser.add_argument(
-        "--command", action="append", default=[], dest="commands", metavar="TEXT", help="what made the runs"
+        "--command",
+        action="append",
+        default=[],
+        dest="commands",
+        metavar="TEXT",
+        help="command that made the runs",
     )
-    parser.add_argument("--weights", action="store_true", help="with the weights at the end of each training")
+    parser.add_argument("--weights", action="store_true", help="include the final weights of each training")
     parser.set_defaults(command=_pack)
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``verify``."""
-    parser.add_argument("pack", type=Path)
+    describe(
+        parser,
+        "Check a pack: its checksums, its tables, and one row that is run again.",
+        "outrider verify results.pack",
+        "outrider verify results.pack --no-replay",
+    )
+    parser.add_argument("pack", type=Path, help="folder written by outrider pack")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -40,7 +57,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
         "--no-replay", action="store_true", help="replay nothing; needs neither torch nor a model"
     )
     parser.add_argument("--run", type=Path, metavar="DIRECTORY", help="new folder for the replayed run")
-    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
+    add_progress(parser)
     parser.set_defaults(command=_verify)
 
 

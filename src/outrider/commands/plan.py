@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from outrider.commands import positive
+from outrider.commands import describe, positive
 from outrider.commands.train import recipe_changes
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
@@ -20,6 +20,13 @@ _DEVICES = ("cpu", "A100", "H100", "H200")
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
+    describe(
+        parser,
+        "Estimate memory, tokens and seconds of a recipe before anything is loaded, and whether it fits. The "
+        "exit status is 1 if it does not fit.",
+        "outrider plan recipes/demo.toml",
+        "outrider plan recipes/tool-reasoning.toml --device H100 --gpus 8",
+    )
     parser.add_argument("recipe", type=Path, help="TOML file")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--model", help="short for model.name=...")
@@ -32,13 +39,27 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         "--gpu-memory", type=_above_zero, metavar="GB", help="10^9 bytes per GPU, or of the CPU"
     )
     parser.add_argument("--peak", type=_above_zero, metavar="TFLOP/s", help="peak rate per GPU in bfloat16")
-    parser.add_argument("--gpus", type=positive, help="of all nodes (default: the recipe's [cluster])")
-    parser.add_argument("--gpus-per-node", type=positive, default=8)
-    parser.add_argument("--placement", choices=("colocate", "disaggregate"))
-    parser.add_argument("--tensor-parallel", type=positive, help="GPUs per engine")
-    parser.add_argument("--engines", type=positive, help="with disaggregate")
-    parser.add_argument("--prompt-tokens", type=positive, default=1024, help="of the longest prompt")
-    parser.add_argument("--json", action="store_true", help="for machines, in bytes")
+    parser.add_argument(
+        "--gpus", type=positive, metavar="N", help="GPUs of all nodes (default: the recipe's [cluster])"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=positive, default=8, metavar="N", help="GPUs of one node (default: 8)"
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("colocate", "disaggregate"),
+        help="engines on the GPUs of the trainer, or on GPUs of their own (default: the one that fits)",
+    )
+    parser.add_argument("--tensor-parallel", type=positive, metavar="N", help="GPUs per engine")
+    parser.add_argument("--engines", type=positive, metavar="N", help="number of engines, with disaggregate")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="length of the longest prompt (default: 1024)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     parser.set_defaults(command=_plan)
 
 

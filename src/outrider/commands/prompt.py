@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.commands import describe
 from outrider.commands.train import recipe_changes
 from outrider.errors import ConfigError, OutriderError
 from outrider.printing import print_lines
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
-    parser.description = (
-        "Print the first prompt of a task as the policy sees it, without retrieved steps and "
-        "tips. Example: outrider prompt recipe.toml --split train --task 3"
+    describe(
+        parser,
+        "Print the first prompt of a task as the policy sees it, without retrieved steps and tips: the "
+        "messages, the text that the chat template renders, and the token ids.",
+        "outrider prompt recipes/demo.toml",
+        "outrider prompt recipes/demo.toml --split train --task 3 --ids",
     )
     parser.add_argument("recipe", type=Path, help="TOML file, or a run directory")
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     parser.add_argument("--model", help="short for model.name=...")
-    parser.add_argument("--split", help="of the task (default: that of the evaluations)")
+    parser.add_argument("--split", help="split of the task (default: that of the evaluations)")
     parser.add_argument(
         "--task", default="0", metavar="N", help="number (from 0) or key of the task in its split"
     )

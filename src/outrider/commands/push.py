@@ -3,13 +3,19 @@
 import argparse
 from pathlib import Path
 
+from outrider.commands import describe
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``export``."""
-    parser.add_argument("run", type=Path)
+    describe(
+        parser,
+        "Write the weights of a run as a Hugging Face folder: adapters merged, with tokenizer and template.",
+        "outrider export runs/demo --out demo-hf",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new folder")
     _add_checkpoint(parser)
     parser.set_defaults(command=_export)
@@ -17,13 +23,19 @@ def add_export(parser: argparse.ArgumentParser) -> None:
 
 def add_push(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``push``."""
-    parser.add_argument("run", type=Path, nargs="?")
+    describe(
+        parser,
+        "Upload the weights of a run, or a data set, with a card to the Hugging Face hub.",
+        "outrider push runs/demo --repo me/demo --dry-run",
+        "outrider push --dataset steps.sqlite --repo me/steps",
+    )
+    parser.add_argument("run", type=Path, nargs="?", help="run directory")
     parser.add_argument(
         "--dataset", type=Path, metavar="PATH",
-        help="in place of a run: a buffer, chat trajectories (.jsonl, .parquet), or a run's folder traces",
+        help="instead of a run: a buffer, trajectories (.jsonl, .parquet), or a run's folder traces",
     )  # fmt: skip
-    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="made where it is not there")
-    parser.add_argument("--private", action="store_true", help="a new repository is private")
+    parser.add_argument("--repo", required=True, metavar="OWNER/NAME", help="created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
     parser.add_argument("--dry-run", action="store_true", help="print the card and the files, send nothing")
     parser.set_defaults(command=_push)
     _add_checkpoint(parser)

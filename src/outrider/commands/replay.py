@@ -3,19 +3,31 @@
 import argparse
 from pathlib import Path
 
+from outrider.commands import describe
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``replay``."""
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--step", type=int, required=True)
+    describe(
+        parser,
+        "Play the recorded rollouts of a training step again, without a model, and print every difference in "
+        "observations and rewards. The exit status is 1 if there is one.",
+        "outrider replay runs/demo --step 3",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 0")
     parser.set_defaults(command=_replay)
 
 
 def add_inspect_log(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``inspect-log``."""
+    describe(
+        parser,
+        "Write an evaluation as a log file that you can open with inspect view of inspect-ai.",
+        "outrider inspect-log runs/demo --out logs/demo.eval",
+    )
     parser.add_argument("run", type=Path, help="run directory, or one of eval --tasks")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.eval", help="new file")
     parser.add_argument(
@@ -29,20 +41,27 @@ def add_inspect_log(parser: argparse.ArgumentParser) -> None:
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``compare``."""
+    describe(
+        parser,
+        "Compare finished runs. Runs that differ in their seed alone are one method: the tables show means "
+        "with intervals, tests of every two methods, and curves at equal cost.",
+        "outrider compare runs/rapo-0 runs/rapo-1 runs/grpo-0 runs/grpo-1",
+        "outrider compare runs/rapo runs/grpo --html comparison.html",
+    )
     parser.add_argument(
         "runs",
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="run directories, the seeds of two configurations or more",
+        help="run directories, usually several seeds of each method",
     )
     parser.add_argument("--by-task", action="store_true", help=argparse.SUPPRESS)  # until 0.4
     parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)  # of --by-task
     parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="the tables, verdicts and notes as Markdown too"
+        "--markdown", type=Path, metavar="FILE", help="also write tables, verdicts and notes as Markdown"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="the same as one page, with the figures of the curves"
+        "--html", type=Path, metavar="FILE", help="also write them as one page with figures of the curves"
     )
     parser.set_defaults(command=_compare)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING
 
+from outrider.commands import add_progress, describe
 from outrider.config import Settings
 from outrider.errors import ConfigError
 from outrider.plugins.listing import validate_references
@@ -63,7 +64,7 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="all of it in seconds on a CPU: a tiny random model, one step, two tasks, stand-ins for files",
+        help="run all of it in seconds on a CPU: a tiny random model, one step, two tasks, stand-in files",
     )
 
 
@@ -105,20 +106,35 @@ def resolve_trajectories(file: Path) -> Path:
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     """The arguments."""
+    describe(
+        parser,
+        "Train from a recipe, or continue a run. With --smoke the whole recipe runs in seconds on a CPU, "
+        "which finds most errors before a long run does. With --dry-run nothing is trained.",
+        "outrider train recipes/demo.toml --smoke --run runs/smoke",
+        "outrider train recipes/demo.toml --dry-run",
+        "outrider train recipes/demo.toml --run runs/demo train.num_steps=20",
+        "outrider train --resume runs/demo",
+    )
     parser.add_argument("recipe", nargs="?", type=Path, help="TOML file")
-    parser.add_argument("overrides", nargs="*", help="section.key=value; with --resume those that may grow")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        help="section.key=value (`outrider explain` lists the settings); with --resume those that may grow",
+    )
     parser.add_argument("--run", type=Path, help="new run directory")
+    add_smoke(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check files, model and tools, print all settings, and stop"
+    )
     parser.add_argument("--resume", type=Path, metavar="RUN", help="continue this run directory")
     parser.add_argument("--model", help="short for model.name=...")
     parser.add_argument("--ray-address", metavar="ADDRESS", help="short for cluster.ray_address=...")
     parser.add_argument(
         "--changed-plugins",
         action="store_true",
-        help="with --resume: although the code of a plug-in is another one",
+        help="with --resume: continue although the code of a plug-in has changed",
     )
-    parser.add_argument("--progress", choices=("auto", "rich", "plain", "none"), default="auto")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
-    add_smoke(parser)
+    add_progress(parser)
     parser.set_defaults(command=_train, interrupted="; continue with: outrider train --resume {run}")
 
 

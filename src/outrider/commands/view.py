@@ -6,20 +6,29 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from outrider.commands import describe
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 
 def add_view(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``view``."""
+    describe(
+        parser,
+        "Serve a page with curves, rollouts and comparisons of runs, and print its address (extra: view).",
+        "outrider view runs",
+        "outrider view runs/rapo runs/grpo --bundle comparison",
+    )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="run directories, or folders with run directories"
     )
-    parser.add_argument("--port", type=int, default=0, help="default: any that is free")
+    parser.add_argument("--port", type=int, default=0, help="port of the page (default: a free one)")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="addresses other than loopback require the printed token"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; others than loopback require the printed token",
     )
-    parser.add_argument("--open", action="store_true", help="open the browser too")
+    parser.add_argument("--open", action="store_true", help="also open the browser")
     parser.add_argument(
         "--bundle", type=Path, metavar="FOLDER", help="write the page into a new folder for a file server"
     )
@@ -28,14 +37,25 @@ def add_view(parser: argparse.ArgumentParser) -> None:
 
 def add_watch(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``watch``."""
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--once", action="store_true", help="print where it is now, and exit")
+    describe(
+        parser,
+        "Follow a run from another terminal until it ends. Ctrl-C ends only this command.",
+        "outrider watch runs/demo",
+        "outrider watch runs/demo --once",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--once", action="store_true", help="print the current state and exit")
     parser.set_defaults(command=_watch)
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``report``."""
-    parser.add_argument("run", type=Path)
+    describe(
+        parser,
+        "Write report.html into a run directory: a self-contained page that needs no script and no server.",
+        "outrider report runs/demo",
+    )
+    parser.add_argument("run", type=Path, help="run directory")
     parser.set_defaults(command=_report)
 
 

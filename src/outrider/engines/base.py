@@ -87,6 +87,7 @@ class VllmSettings(EngineSettings):
 
     type: Literal["vllm"] = "vllm"
     top_k: int = Field(20, ge=1)
+    """Number of log-probs per token that vLLM returns; the entropy is a lower bound computed from them."""
     memory: float | None = Field(None, gt=0)
     eager: bool = True
 

@@ -421,9 +421,11 @@ class EndpointSettings(Settings):
     timeout_s: float = Field(120.0, gt=0)
     """Time limit of a whole response."""
     max_retries: int = Field(5, ge=0)
+    """Number of retries of a request after a transient error."""
     backoff_s: float = Field(1.0, ge=0)
     """Wait before the first retry. It doubles with each retry, and half of it is random (a named stream)."""
     max_backoff_s: float = Field(30.0, ge=0)
+    """Longest wait between two tries."""
     continues_messages: bool = False
     """The server accepts ``continue_final_message`` (vLLM)."""
     seed: int = 0

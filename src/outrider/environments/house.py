@@ -50,6 +50,7 @@ class HouseSettings(Settings):
     """
 
     num_rooms: Annotated[int, Field(ge=1, le=len(ROOMS))] = 6
+    """Number of rooms besides the hall."""
     num_things: Annotated[int, Field(ge=1, le=len(THINGS))] = 6
     depth: Annotated[int, Field(ge=1)] = 1
     num_locked: Annotated[int, Field(ge=0, le=len(KEYS))] = 0
@@ -156,6 +157,7 @@ class HouseConfig(EnvironmentSettings):
     num_valid: Annotated[int, Field(ge=0)] = 2
     num_test: Annotated[int, Field(ge=0)] = 4
     house_seed: int = 0
+    """Seed of the houses."""
     max_moves: Annotated[int, Field(ge=1)] = 8
     """Limit of commands per episode, whether executed or refused; text without a command does not count."""
 

@@ -47,6 +47,7 @@ class SeedSettings(EnvironmentSettings):
     """A task is a seed: all rollouts of a group play the same game."""
 
     num_train: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 64
+    """Number of tasks of the split, each with its own seed."""
     num_valid: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 16
     num_test: Annotated[int, Field(ge=0, le=SEEDS_PER_SPLIT)] = 32
     first_seed: Annotated[int, Field(ge=0, lt=2**30)] = 0

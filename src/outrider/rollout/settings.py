@@ -19,11 +19,17 @@ class Limits(Settings):
     """
 
     max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in a rollout."""
     max_turn_tokens: int = Field(256, ge=1)
+    """Most tokens of one turn."""
     max_response_tokens: int = Field(2048, ge=1)
+    """Most tokens of a rollout after the prompt, observations and retrieved steps included."""
     max_observation_tokens: int = Field(1024, ge=1)
+    """Most tokens of one observation."""
     max_splice_tokens: int = Field(512, ge=1)
+    """Most tokens of one retrieved step."""
     step_timeout_s: float = Field(60.0, gt=0)
+    """Time limit of one step of the environment, tool calls included."""
 
     def at_step(self, step: int) -> "Limits":
         """The limits of the training step ``step``, counted from 0."""
@@ -37,7 +43,9 @@ class RolloutSettings(Limits):
     """
 
     earlier_max_turns: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The limits before the last one; set ``max_turns`` to a list instead."""
     steps_per_limit: int | None = Field(None, ge=1)
+    """Training steps of each limit, if ``max_turns`` is a list."""
 
     @model_validator(mode="before")
     @classmethod

@@ -28,7 +28,9 @@ class LoraSettings(Settings):
     """
 
     rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
     alpha: int = Field(32, ge=1)
+    """The adapters are scaled by ``alpha`` / ``rank``."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = _DEFAULT_TARGETS
 
     @field_validator("target_modules", mode="before")
@@ -62,9 +64,13 @@ class OptimizerSettings(Settings):
     """
 
     learning_rate: float = Field(1e-6, gt=0)
+    """Learning rate, constant after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay rate of the mean of gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay rate of the mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
 
@@ -88,7 +94,9 @@ class ColdStartSettings(Settings):
     num_epochs: int = Field(1, ge=1)
     batch_size: int = Field(16, ge=1)
     learning_rate: float = Field(1e-4, gt=0)
+    """Highest learning rate of the cold start; it falls linearly to a tenth."""
     warmup_steps: int = Field(2, ge=0)
+    """Optimizer steps of the linear warm-up."""
     retrieve_share: float = Field(0.0, ge=0, le=1)
     tip_share: float = Field(0.0, ge=0, le=1)
 
@@ -165,6 +173,7 @@ class ClusterSettings(Settings):
     tensor_parallel: int = Field(1, ge=1)
     num_rollout_workers: int = Field(1, ge=1)
     placement: Literal["disaggregate", "colocate"] = "disaggregate"
+    """Engines have GPUs of their own (``disaggregate``), or share those of the trainers (``colocate``)."""
     max_staleness: int = Field(0, ge=0)
     in_flight: bool = False
     weights: Literal["auto", "nccl", "ipc", "store", "disk"] = "auto"
@@ -252,11 +261,14 @@ class ModelSettings(Settings):
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
+    """``cpu``, ``cuda``, or another device of torch."""
     context_length: int | None = Field(None, ge=8)
+    """Most tokens of prompt and response together (None: the limit of the model)."""
     forward: Literal["auto", "packed", "unpacked"] = "auto"
     lora: LoraSettings | None = None
     trained_layers: int | None = Field(None, ge=1)
     initial_checkpoint: str | None = None
+    """Checkpoint folder of another run, whose weights replace those of the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     history_thinking: Literal["keep", "strip"] = "keep"
 
@@ -278,9 +290,11 @@ class BufferSettings(Settings):
 
     path: str | None = None
     embedder: EmbedderName = "minilm"
+    """Embedder of histories. A buffer can only be used with the embedder that built it."""
     num_tasks: int | None = Field(None, ge=1)
     keep_best: int = Field(5, ge=1)
     min_reward: float | None = None
+    """Trajectories with a lower reward are not added (None: all are)."""
     evolve: bool = False
 
 
@@ -303,8 +317,11 @@ class TrainSettings(Settings):
     max_policy_tokens: int | None = Field(None, ge=1)
     checkpoint_every: int = Field(10, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
+    """Number of newest checkpoints to keep."""
     max_concurrent: int = Field(64, ge=1)
+    """Most rollouts at the same time."""
     max_retries: int = Field(2, ge=0)
+    """Number of times that a rollout starts again after an infrastructure fault."""
     expert_timeout_s: float = Field(300.0, gt=0)
     group_timeout_s: float | None = Field(None, gt=0)
     watchdog_s: float = Field(300.0, ge=0)
@@ -330,11 +347,16 @@ class RunSettings(Settings):
     """Everything that decides what a run computes."""
 
     seed: int = 0
+    """Seed of all random streams of the run."""
     num_threads: int = Field(2, ge=1)
+    """Threads of torch. Leave a core to tools and simulators."""
     model: ModelSettings = ModelSettings()
     engine: EngineConfig = LocalSettings()
+    """How the policy generates text."""
     environment: EnvironmentConfig
+    """The tasks, and how they are played and rewarded."""
     algorithm: AlgorithmSettings
+    """How rollouts are sampled and become an update."""
     rollout: RolloutSettings = RolloutSettings()
     buffer: BufferSettings = BufferSettings()
     cold_start: ColdStartSettings = ColdStartSettings()
@@ -343,6 +365,7 @@ class RunSettings(Settings):
     update: UpdateSettings = UpdateSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     trackers: tuple[TrackerName, ...] = ()
+    """Where metrics are logged besides the run directory (docs/look/trackers.md)."""
     cluster: ClusterSettings = ClusterSettings()
 
     @property

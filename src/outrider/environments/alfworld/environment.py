@@ -67,8 +67,8 @@ class AlfworldConfig(EnvironmentSettings):
     task_types: Annotated[tuple[TaskType, ...], Field(min_length=1)] = TASK_TYPES
     """Types of the games. Games made offline alternate between them in this order."""
     data: Path | None = None
-    """Folder of the published games (``json_2.1.1``, which ``alfworld-download`` fetches); needs the extra
-    ``alfworld``. The files contain code that is executed: use only files from a source that you trust.
+    """Folder of the published games (``json_2.1.1``; ``outrider data get alfworld`` downloads it); needs the
+    extra ``alfworld``. The files contain code that is executed: use only files from a source that you trust.
     """
     num_train: Annotated[int, Field(ge=0)] | None = 120
     """Number of games of the split: so many are made, or taken from the published ones (None: all)."""
@@ -83,6 +83,7 @@ class AlfworldConfig(EnvironmentSettings):
     show_admissible: bool = False
     """Append the list of possible commands to every observation, as often done for published scores."""
     num_shown_actions: Annotated[int, Field(ge=1)] = 100
+    """Most commands in the list of ``show_admissible``."""
 
     @model_validator(mode="after")
     def _validate(self) -> "AlfworldConfig":
@@ -139,7 +140,7 @@ class AlfworldEnvironment(TextGame):
         if not tasks and size != 0:
             raise DataError(
                 f"{settings.data / FOLDERS[known]} contains no solvable ALFWorld game of these types; run "
-                "alfworld-download"
+                "outrider data get alfworld"
             )
         return tasks
 

@@ -69,6 +69,7 @@ class GymConfig(SeedSettings):
     yours, with ``id`` as ``my_module:make``.
     """
     id: Annotated[str, Field(min_length=1)] = "FrozenLake-v1"
+    """Id under which the environment is registered."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the function that makes the environment."""
     actions: tuple[str, ...] = ()

@@ -73,7 +73,9 @@ class Generator(Settings):
     """A data set of reasoning-gym by name, with the options of its own configuration."""
 
     name: Annotated[str, Field(min_length=1)]
+    """Name of the data set in reasoning-gym."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the data set's configuration."""
 
 
 class ReasoningGymConfig(EpisodeConfig):
@@ -107,6 +109,9 @@ class ReasoningGymConfig(EpisodeConfig):
     protocol: ProtocolName = "tags"
     """How tools are called: by tags in one message, or natively (as with ``type = "tools"``)."""
     python: PythonToolConfig = PythonToolConfig()
+    """Limits of the tool ``python``: time, memory, disk and output of a call
+    (docs/tasks/tools_and_rewards.md).
+    """
     reward: RewardConfig = RewardConfig(
         answer="verifier", format_penalty=0.0, require_think=False, require_boxed=False, multi_tool_bonus=0.0
     )

@@ -42,7 +42,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)
     """Names as in the simulator; their order is that of the task list."""
     num_train_variations: Annotated[int, Field(ge=1)] | None = 5
-    """Number of variations per task: the first ones of the simulator's train split; None for all."""
+    """Number of variations per task: the first ones of the simulator's split; None for all."""
     num_valid_variations: Annotated[int, Field(ge=1)] | None = 5
     num_test_variations: Annotated[int, Field(ge=1)] | None = 20
     max_moves: Annotated[int, Field(ge=1)] = 100
@@ -54,6 +54,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     step).
     """
     num_shown_actions: Annotated[int, Field(ge=1)] = 200
+    """Most commands in the list of ``show_valid_actions``."""
     correct_actions: bool = False
     """Replace a command by the most similar valid one, as EMPO²'s released wrapper does. This can cause a
     fatal ``focus on``.
@@ -65,13 +66,18 @@ class ScienceWorldConfig(EnvironmentSettings):
     num_workers: Annotated[int, Field(ge=1)] = 1
     """Number of Java processes; more than one per core has no benefit."""
     heap: Annotated[str, Field(pattern=r"^[1-9][0-9]*[mg]$")] = "512m"
+    """Maximum heap of a simulator's Java process."""
     deterministic: bool = True
     """Fix the order of objects, so that equal actions give equal episodes, unlike in the published simulator.
     """
     start_limit_s: Annotated[float, Field(gt=0)] = 60.0
+    """Time limit for the start of a simulator."""
     load_limit_s: Annotated[float, Field(gt=0)] = 120.0
+    """Time limit for loading a task."""
     step_limit_s: Annotated[float, Field(gt=0)] = 30.0
+    """Time limit of one command."""
     borrow_limit_s: Annotated[float, Field(gt=0)] = 600.0
+    """Time limit of the wait for a free simulator."""
 
     @model_validator(mode="after")
     def _validate(self) -> "ScienceWorldConfig":

@@ -46,6 +46,7 @@ class TextWorldConfig(EnvironmentSettings):
     show_admissible: bool = False
     """Append the list of possible commands to every observation (halves the speed)."""
     num_shown_actions: Annotated[int, Field(ge=1)] = 100
+    """Most commands in the list of ``show_admissible``."""
     cache: Path | None = None
     """Folder of made games; processes may share it. The default is ``$OUTRIDER_CACHE/textworld`` or
     ``~/.cache/outrider/textworld``.

@@ -46,6 +46,7 @@ class QuestGame(Settings):
 
     type: Literal["quest"] = "quest"
     num_rooms: Annotated[int, Field(ge=1, le=MAX_ROOMS)] = 2
+    """Number of rooms."""
     num_objects: Annotated[int, Field(ge=1)] = 4
     """Number of things in the house; more if the quest needs them."""
     quest_length: Annotated[int, Field(ge=1)] = 3
@@ -71,6 +72,7 @@ class CoinCollector(Settings):
 
     type: Literal["coin_collector"] = "coin_collector"
     level: Annotated[int, Field(ge=1, le=300)] = 5
+    """Length of the chain and number of dead ends."""
     goal_only: bool = True
     """Describe only the goal and not the way there."""
 
@@ -91,6 +93,7 @@ class TreasureHunter(Settings):
 
     type: Literal["treasure_hunter"] = "treasure_hunter"
     level: Annotated[int, Field(ge=1, le=30)] = 5
+    """Difficulty of the maze."""
     goal_only: bool = True
     """Describe only the thing to take and not the way there."""
 
@@ -102,13 +105,17 @@ class Cooking(Settings):
 
     type: Literal["cooking"] = "cooking"
     num_ingredients: Annotated[int, Field(ge=1, le=5)] = 1
+    """Number of ingredients of the recipe."""
     num_to_find: Annotated[int, Field(ge=0, le=5)] = 1
     """Number of ingredients that are not in the inventory at the start."""
     num_rooms: Literal[1, 6, 9, 12] = 1
+    """Number of rooms."""
     open: bool = False
     """Whether doors and containers start closed."""
     cook: bool = False
+    """Whether ingredients must be cooked."""
     cut: bool = False
+    """Whether ingredients must be cut."""
     drop: bool = False
     """Whether the inventory is limited."""
 

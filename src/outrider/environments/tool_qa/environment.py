@@ -235,6 +235,9 @@ class ToolsConfig(EpisodeConfig):
     """
     search: SearchConfig = SearchConfig()
     python: PythonToolConfig = PythonToolConfig()
+    """Limits of the tool ``python``: time, memory, disk and output of a call
+    (docs/tasks/tools_and_rewards.md).
+    """
     prompt: Literal["full", "short", "none"] = "full"
     """The system prompt: with the whole format explained, one line for small models, or none at all."""
     system_prompt: str | None = Field(default=None, min_length=1)

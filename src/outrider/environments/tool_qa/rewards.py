@@ -223,6 +223,7 @@ class JudgeSettings(Settings):
     max_tokens: int = Field(512, ge=1)
     """Of one reply."""
     temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of the judge (0: greedy)."""
     max_asks: int = Field(2, ge=1)
     """Number of requests until a reply has a verdict, in addition to the endpoint's own retries."""
     max_prediction_chars: int = Field(2000, ge=1)

@@ -42,6 +42,7 @@ class FetchSettings(Settings):
     timeout_s: float = Field(default=15.0, gt=0)
     """Time limit of a page, including all redirects."""
     max_redirects: int = Field(default=4, ge=0, le=20)
+    """Most redirects of one request."""
     cache_pages: int = Field(default=1024, ge=1)
     """Fetched pages to cache, so that all rollouts of a run see the same page; the oldest is dropped first.
     """
@@ -86,6 +87,7 @@ class EndpointReader(Settings):
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of an answer."""
     temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of the reader (0: greedy)."""
 
 
 Reader: TypeAlias = Annotated[NoReader | PassageReader | EndpointReader, Field(discriminator="type")]
@@ -97,6 +99,7 @@ class BrowserSettings(Settings):
     fetch: FetchSettings | None = None
     """Live pages in addition; None for no network access."""
     reader: Reader = PassageReader()
+    """What answers a question about a page."""
     max_page_chars: int = Field(default=24_000, ge=100)
     """Characters of a page that are read; about the 6,000 tokens of ARPO's browser."""
     max_chars: int = Field(default=2_000, ge=40)
