@@ -103,7 +103,7 @@ REJECTIONS: list[dict[str, Any]] = [
 TERMS: list[dict[str, Any]] = [
     {}, {"positive_nll": 0.1},
     *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
-    {"positive_nll": 0.1, "kl_weight": 0.1}, {"entropy_weight": 0.01},
+    {"positive_nll": 0.1, "kl_weight": 0.1}, {"entropy_bonus": 0.01},
 ]  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def test_the_entropy_bonus_is_the_mean_over_all_policy_tokens_also_where_the_gro
     for trace in traces:
         for node in trace.nodes:
             node.credit = None if node.credit is None else (0.0,) * len(node.credit)
-    policy, metrics = run(traces, {"entropy_weight": 0.01}, chosen=UpdateSettings(max_tokens=max_tokens))
+    policy, metrics = run(traces, {"entropy_bonus": 0.01}, chosen=UpdateSettings(max_tokens=max_tokens))
     plain = eager(tiny_model(dtype=torch.float64))
     scores = torch.cat([scores for scores, _ in padded_distributions(plain, rollout_paths(traces))])
     entropy = -(scores.exp() * scores).sum(-1).mean()
@@ -260,9 +260,9 @@ def test_the_entropy_bonus_is_the_mean_over_all_policy_tokens_also_where_the_gro
 
 def test_a_large_entropy_bonus_is_named_at_the_start() -> None:
     for kind in (GrpoSettings, RapoSettings):
-        large, small = (validate(kind, {"entropy_weight": weight}) for weight in (0.02, 0.01))
+        large, small = (validate(kind, {"entropy_bonus": weight}) for weight in (0.02, 0.01))
         (line,) = large.warnings(num_groups=8, num_tasks=8)
-        assert "algorithm.entropy_weight = 0.02 is above 0.01" in line
+        assert "algorithm.entropy_bonus = 0.02 is above 0.01" in line
         assert not small.warnings(num_groups=8, num_tasks=8)
 
 

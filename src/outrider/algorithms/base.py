@@ -51,7 +51,7 @@ AdvantageKind = Literal[
 ]
 
 
-_LARGE_ENTROPY_WEIGHT = 0.01
+_LARGE_ENTROPY_BONUS = 0.01
 
 
 class ObjectiveSettings(Settings):
@@ -95,7 +95,7 @@ class ObjectiveSettings(Settings):
     sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
     positive_nll: float = Field(0.0, ge=0)
-    entropy_weight: float = Field(0.0, ge=0)
+    entropy_bonus: float = Field(0.0, ge=0)
     """Weight of an entropy bonus: the mean entropy of the policy over its trained tokens."""
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
@@ -174,9 +174,9 @@ class ObjectiveSettings(Settings):
         """Return a line per setting that has no effect with ``num_groups`` groups on ``num_tasks`` tasks, or
         that is usually a mistake.
         """
-        if self.entropy_weight > _LARGE_ENTROPY_WEIGHT:
+        if self.entropy_bonus > _LARGE_ENTROPY_BONUS:
             return [
-                f"algorithm.entropy_weight = {self.entropy_weight:g} is above {_LARGE_ENTROPY_WEIGHT}: a "
+                f"algorithm.entropy_bonus = {self.entropy_bonus:g} is above {_LARGE_ENTROPY_BONUS}: a "
                 "bonus of this size often ends in random text; watch entropy/trainer_mean"
             ]
         return []

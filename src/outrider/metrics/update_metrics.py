@@ -15,8 +15,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          ("mean negative log-likelihood over the tokens of successful rollouts, "
           "before its weight; 0 without any"),
          "falls slowly", "algorithm.positive_nll; entropy/token_mean"),
-        ("entropy", "nats", "mean entropy of the policy over its trained tokens, before entropy_weight",
-         "falls slowly", "algorithm.entropy_weight"),
+        ("entropy", "nats", "mean entropy of the policy over its trained tokens, before entropy_bonus",
+         "falls slowly", "algorithm.entropy_bonus"),
     ),
     *group(
         "ratio",

@@ -334,7 +334,7 @@ class _Update:
             ),
             entropy_weights=(
                 mean_weights([~batch.is_off_policy_T for batch in batches], self.policy.ranks)
-                if trained and self.objective.entropy_weight > 0
+                if trained and self.objective.entropy_bonus > 0
                 else None
             ),
         )
@@ -422,7 +422,7 @@ class _Update:
             weights_T = mini_batch.entropy_weights[index].to(scores.entropies_T)
             entropy = weighted_loss(losses=scores.entropies_T, weights=weights_T)
             self.accumulator.add_loss("loss/entropy", float(entropy.detach()))
-            loss = loss - self.objective.entropy_weight * entropy
+            loss = loss - self.objective.entropy_bonus * entropy
         own_T = ~inputs.is_off_policy_T
         if bool(own_T.any()):
             self.accumulator.add(
@@ -613,7 +613,7 @@ def _trained_paths(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -
     for path in paths:
         advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
         # These terms train every policy token, also of a rollout without advantage.
-        trains_all = max(objective.kl_weight, objective.entropy_weight) > 0 or (
+        trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
         if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
