@@ -33,6 +33,7 @@ PLAIN: dict[str, Any] = {"reward_kl_weight": 0.0, "overlong": "none"}
 EVERY: dict[str, dict[str, Any]] = (
     {name: {"type": "grpo", "preset": name, **PLAIN} for name in GRPO_PRESETS}
     | {"batch std": {"type": "grpo", "advantage_std": "batch"}}
+    | {"entropy bonus": {"type": "grpo", "entropy_bonus": 0.01}}
     | {name: {"type": "reinforce++", "preset": name, **PLAIN} for name in REINFORCE_PLUS_PLUS_PRESETS}
     | {name: {"type": "gigpo", "preset": name, "gamma": 1.0} for name in GIGPO_PRESETS}
     | {"gigpo, std": {"type": "gigpo", "normalization": "std", "gamma": 1.0}}

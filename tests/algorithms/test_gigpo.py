@@ -492,6 +492,35 @@ def test_shared_and_assigned_nodes_are_errors_before_anything_is_written() -> No
         algorithm.assign_advantages(group)
 
 
+def test_turn_numbers_as_anchors() -> None:
+    """MT-GRPO for any number of turns: the step reward of a turn against that of the same turn number; a
+    turn alone at its number has the episode part only.
+    """
+    rewards, returns = [[0.0, 1.0, 0.0], [0.5, 0.0], [0.0, 0.0, 1.0, 0.0]], [1.0, 0.0, 1.0]
+    episodes = [
+        Episode(states=["room"] * len(own), rewards=own, extra=value - sum(own))
+        for own, value in zip(rewards, returns, strict=True)
+    ]
+    values, _ = assign(episodes, anchor="turn")
+    expected = [
+        [0.166666666667, 1.0, -0.166666666667],
+        [-0.333333333333, -1.0],
+        [0.166666666667, 0.0, 0.833333333333, 0.333333333333],
+    ]
+    for own, wanted in zip(values, expected, strict=True):
+        assert own == pytest.approx(wanted, abs=1e-11)
+    two_turns = [Episode(states=["a", "b"], rewards=[reward, 1.0 - reward]) for reward in (1.0, 0.0, 0.0)]
+    values, _ = assign(two_turns, anchor="turn", normalization="std")
+    # All returns are equal: only the step part remains, and it is the z-score of the first reward.
+    assert [own[0] for own in values] == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{"gamma": 0.5}, {"similarity": 0.9}])
+def test_turn_numbers_need_no_discount_and_no_similarity(settings: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="has no effect with anchor = turn"):
+        validate(GigpoSettings, {"anchor": "turn", **settings})
+
+
 def test_settings() -> None:
     chosen = validate(GigpoSettings, {})
     expected: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
 from outrider.algorithms.entropy_branching import BranchSettings
-from outrider.algorithms.exploration import RapoSettings
+from outrider.algorithms.exploration import ArpoSettings, CombinedSettings, Empo2Settings, RapoSettings
 from outrider.algorithms.grpo import DynamicSamplingSettings, GroupSettings, GrpoSettings, OverlongSettings
 from outrider.algorithms.loss_settings import (
     CispoLoss,
@@ -30,8 +30,8 @@ CLIP: dict[str, Any] = {
 CORRECTION: dict[str, Any] = {"upper": 2.0, "lower": None, "level": "token", "outside": "truncate"}
 OBJECTIVE: dict[str, Any] = {
     "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
-    "max_length": None,
-    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0,
+    "max_length": None, "pass_k": None,
+    "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0, "entropy_bonus": 0.0,
     "kl_weight": 0.0, "kl_estimator": "k2",
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
@@ -230,3 +230,21 @@ def test_a_recorded_table_is_read_in_the_new_spelling() -> None:
         ObjectiveSettings, migrate_algorithm_keys(flat | {"sampler_correction": "none", "loss": "clip"})
     )
     assert off.sampler_correction is None and off.loss == ClipLoss(clip_low=0.1)
+
+
+@pytest.mark.parametrize(
+    "kind", [ArpoSettings, CombinedSettings, Empo2Settings, RapoSettings], ids=lambda kind: kind.__name__
+)
+def test_no_part_of_an_algorithm_shares_a_key_with_the_objective(kind: type[ObjectiveSettings]) -> None:
+    """For example, branching has the key ``entropy_weight``: a term of the loss of that name would get the
+    default of the branches.
+    """
+    parts = [base for base in kind.__mro__ if issubclass(base, Settings) and base is not Settings]
+    shared = {
+        (base.__name__, key)
+        for base in parts
+        if not issubclass(base, ObjectiveSettings)
+        for key in base.model_fields
+        if key in ObjectiveSettings.model_fields
+    }
+    assert shared == set()

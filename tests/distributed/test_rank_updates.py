@@ -36,7 +36,7 @@ def differs(found: Found, wanted: Found) -> list[str]:
     if found.gradients and (apart := distance(found.gradients, wanted.gradients)) > PROMISE:
         differences.append(f"gradient {apart:.1e}")
     assert found.metrics.keys() == wanted.metrics.keys()
-    for name in ("loss/policy", "loss/kl", "loss/positive_nll", "grad/norm"):
+    for name in ("loss/policy", "loss/kl", "loss/positive_nll", "loss/entropy", "grad/norm"):
         if name in wanted.metrics and found.metrics[name] != pytest.approx(
             wanted.metrics[name], rel=PROMISE, abs=PROMISE
         ):

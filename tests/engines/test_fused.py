@@ -18,7 +18,7 @@ from outrider.engines.local import cpu_kernels as fused
 from outrider.engines.local import cpu_kernels as rotary
 from outrider.engines.local.attention import IMPLEMENTATION, Segment, TreePlan, register
 from outrider.training import policy as chunked_logprobs
-from outrider.training.policy import score_tokens
+from outrider.training.policy import score_logits, score_tokens
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -198,6 +198,49 @@ def test_scored_tokens_equal_a_whole_softmax(
         found, [hidden.grad, *(parameter.grad for parameter in head.parameters())], strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("of", ["entropies", "both"])
+@pytest.mark.parametrize("plain_linear", [True, False])
+def test_the_gradient_of_entropies_equals_that_of_a_whole_softmax(
+    plain_linear: bool, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first block has saved probabilities, the others are computed again; one logit is far below the
+    others, so that its probability rounds to 0.
+    """
+    for name, rows in (("_BLOCK", 8), ("_CHUNK", 2), ("_CPU_CHUNK", 2)):
+        monkeypatch.setattr(chunked_logprobs, name, rows)
+    torch.manual_seed(1)
+    head = nn.Linear(6, 19, dtype=torch.float64)
+    head.bias.data[3] = -1e4
+    hidden = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(4, 19, (21,))
+    outer, bonus = torch.randn(2, 21, dtype=torch.float64)
+    logprobs, entropies = score_tokens(
+        hidden, targets, head if plain_linear else nn.Sequential(head), trains_entropy=True
+    )
+    whole = torch.log_softmax(head(hidden), dim=-1)
+    wanted = -(whole.exp() * whole).sum(-1)
+    torch.testing.assert_close(entropies, wanted, rtol=1e-12, atol=1e-12)
+    inputs = [hidden, head.weight, head.bias]
+    loss, expected = (entropies * bonus).sum(), (wanted * bonus).sum()
+    if of == "both":
+        loss = loss + (logprobs * outer).sum()
+        expected = expected + (whole.gather(1, targets[:, None])[:, 0] * outer).sum()
+    for one, other in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_the_entropy_bonus_of_recorded_logits() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    _, entropies = score_logits(logits, torch.tensor([0, 0]), trains_entropy=True)
+    (slopes,) = torch.autograd.grad(entropies.sum(), logits)
+    assert entropies.tolist() == pytest.approx([0.83239558184, 1.09861228867], abs=1e-11)
+    recorded = [-0.282587451079, 0.14077035747, 0.14181709361]
+    assert slopes[0].tolist() == pytest.approx(recorded, abs=1e-11)
+    assert slopes[1].tolist() == pytest.approx([0.0, 0.0, 0.0], abs=1e-15)
 
 
 def test_a_frozen_head_gets_no_gradient() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import ObjectiveSettings, OffPolicyObjective
+from outrider.algorithms.exploration import RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.algorithms.luffy import LuffySettings
 from outrider.algorithms.rollout_replay import RolloutReplaySettings
@@ -28,6 +29,7 @@ from tests.training.test_pack_update import (  # noqa: F401
     assert_equal_gradients,
     double_precision,
     eager,
+    padded_distributions,
     padded_logprobs,
     random_trace,
     shift,
@@ -101,7 +103,7 @@ REJECTIONS: list[dict[str, Any]] = [
 TERMS: list[dict[str, Any]] = [
     {}, {"positive_nll": 0.1},
     *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
-    {"positive_nll": 0.1, "kl_weight": 0.1},
+    {"positive_nll": 0.1, "kl_weight": 0.1}, {"entropy_bonus": 0.01},
 ]  # fmt: skip
 
 
@@ -234,6 +236,34 @@ def test_rejected_tokens_stay_in_the_denominators_and_are_counted() -> None:
     policy, metrics = run(traces_of(17), options)
     assert metrics["loss/policy"] == 0.0 and metrics["ratio/num_rejected"] > 0
     assert all(not gradient.any() for gradient in policy.gradients[0].values())
+
+
+@pytest.mark.parametrize("max_tokens", [10_000, 40])
+def test_the_entropy_bonus_is_the_mean_over_all_policy_tokens_also_where_the_group_has_no_spread(
+    max_tokens: int,
+) -> None:
+    traces = traces_of(23)
+    for trace in traces:
+        for node in trace.nodes:
+            node.credit = None if node.credit is None else (0.0,) * len(node.credit)
+    policy, metrics = run(traces, {"entropy_bonus": 0.01}, chosen=UpdateSettings(max_tokens=max_tokens))
+    plain = eager(tiny_model(dtype=torch.float64))
+    scores = torch.cat([scores for scores, _ in padded_distributions(plain, rollout_paths(traces))])
+    entropy = -(scores.exp() * scores).sum(-1).mean()
+    parameters = dict(plain.named_parameters())
+    gradients = torch.autograd.grad(-0.01 * entropy, list(parameters.values()))
+    assert_equal_gradients(policy.gradients[0], dict(zip(parameters, gradients, strict=True)))
+    assert metrics["loss/entropy"] == pytest.approx(entropy.item(), rel=1e-9)
+    without, metrics = run(traces, {})
+    assert not without.gradients and "loss/entropy" not in metrics
+
+
+def test_a_large_entropy_bonus_is_named_at_the_start() -> None:
+    for kind in (GrpoSettings, RapoSettings):
+        large, small = (validate(kind, {"entropy_bonus": weight}) for weight in (0.02, 0.01))
+        (line,) = large.warnings(num_groups=8, num_tasks=8)
+        assert "algorithm.entropy_bonus = 0.02 is above 0.01" in line
+        assert not small.warnings(num_groups=8, num_tasks=8)
 
 
 def test_successful_rollouts_are_imitated_also_where_the_group_has_no_spread() -> None:

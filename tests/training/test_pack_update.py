@@ -151,8 +151,12 @@ def node(
     )  # fmt: skip
 
 
-def padded_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> list[Tensor]:
-    """Log-probs of every policy token of every rollout, from one padded batch."""
+def padded_distributions(
+    model: LlamaForCausalLM, paths: Sequence[RolloutPath]
+) -> list[tuple[Tensor, Tensor]]:
+    """For every rollout, from one padded batch: the log-probs of the whole vocabulary where a policy token
+    was sampled [T, V], and these tokens [T].
+    """
     rows = [[token for one in path.nodes for token in one.token_ids] for path in paths]
     width = max(map(len, rows))
     logits = model(
@@ -161,8 +165,14 @@ def padded_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> li
     found = []
     for row, path, scores in zip(rows, paths, torch.log_softmax(logits, dim=-1), strict=True):
         owners = [one for one in path.nodes for _ in one.token_ids]
-        found.append(torch.stack([scores[i - 1, row[i]] for i in range(1, len(row)) if owners[i].trainable]))
+        places = torch.tensor([i for i in range(1, len(row)) if owners[i].trainable], dtype=torch.long)
+        found.append((scores[places - 1], torch.tensor(row)[places]))
     return found
+
+
+def padded_logprobs(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> list[Tensor]:
+    """Log-probs of every policy token of every rollout, from one padded batch."""
+    return [scores.gather(1, tokens[:, None])[:, 0] for scores, tokens in padded_distributions(model, paths)]
 
 
 def slope(ratio: float, advantage: float, scale: float, o: ObjectiveSettings) -> float:

@@ -106,6 +106,90 @@ def leave_one_out_advantages_per_rollout(
     return replace(centred, values=centred.values * (size / (size - 1))) if size > 1 else centred
 
 
+def mean_normalized_advantages_per_rollout(
+    *, returns: Returns, spread_tolerance: float = 1e-9
+) -> RolloutAdvantages:
+    """Compute ``(R_i - mean R) / mean R`` over one group (MaxRL, arXiv 2602.02710).
+
+    For returns of 0 and 1 and n rollouts, the expected gradient is that of the log-likelihood of success,
+    truncated at order n - 1. Rollouts without a return, groups of one and groups without spread are treated
+    as in :func:`group_normalized_advantages_per_rollout`. Raises ValueError for a negative return.
+    """
+    values = _floats(returns)
+    if (values < 0.0).any():
+        raise ValueError(
+            f"advantage = mean_normalized needs returns of at least 0, a rollout has {np.nanmin(values):g}"
+        )
+    centred = group_normalized_advantages_per_rollout(
+        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
+    )
+    scored = values[centred.assigned]
+    if not centred.has_signal:
+        return centred
+    # With spread and no negative return the mean is above 0.
+    return replace(centred, values=centred.values / (math.fsum(scored) / scored.size))
+
+
+def pass_at_k_advantages_per_rollout(
+    *, success: Sequence[bool | None], k: int, eps: float = 1e-6
+) -> RolloutAdvantages:
+    """Advantages of the reward pass@k over one group (arXiv 2508.10751, analytical form).
+
+    With c successes of n rollouts, ``rho = 1 - C(n - c, k) / C(n, k)`` is the share of the subsets of k
+    rollouts that contain a success, and ``sigma = sqrt(rho (1 - rho))``. A success gets
+    ``(1 - rho) / sigma``, a failure ``(1 - rho - C(n - c - 1, k - 1) / C(n - 1, k - 1)) / sigma``. All
+    advantages are 0 if sigma is 0, that is without a success, or with fewer than k failures.
+
+    Args:
+        success: [N]; None marks a rollout without a verdict, which does not count.
+        k: k = 1 is the z-score with the population std.
+        eps: added to sigma.
+
+    Raises:
+        ValueError: for an empty group or ``k`` below 1.
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, got {k}")
+    if not success:
+        raise ValueError("a group needs at least one rollout")
+    assigned = np.array([verdict is not None for verdict in success])
+    is_success = np.array([bool(verdict) for verdict in success])
+    num, num_failures = int(assigned.sum()), int((assigned & ~is_success).sum())
+    if num < 2 or num_failures == num or num_failures < k:
+        reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
+        return RolloutAdvantages(
+            values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reasons[min(num, 2)]
+        )
+    without_success = math.comb(num_failures, k) / math.comb(num, k)  # 1 - rho
+    scale = math.sqrt(without_success * (1.0 - without_success)) + eps
+    others_failed = math.comb(num_failures - 1, k - 1) / math.comb(num - 1, k - 1)
+    values = np.where(is_success, without_success, without_success - others_failed) / scale
+    return RolloutAdvantages(
+        values=np.where(assigned, values, 0.0), assigned=assigned, has_signal=True, reason=None
+    )
+
+
+def best_minus_second_advantages_per_rollout(
+    *, returns: Returns, spread_tolerance: float = 1e-9
+) -> RolloutAdvantages:
+    """The best rollout of a group gets its return minus the second best return, all others 0 (the reward
+    pass@n for graded returns, arXiv 2503.19595; verl's ``grpo_passk`` without its division by the std).
+
+    If two rollouts share the best return, all advantages are 0.
+    """
+    group = group_normalized_advantages_per_rollout(
+        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
+    )
+    values = np.zeros(group.assigned.size)
+    if group.has_signal:
+        scored = _floats(returns)
+        second, best = np.sort(scored[group.assigned])[-2:]
+        if not has_spread(np.array([second, best]), spread_tolerance):
+            return replace(group, values=values, has_signal=False, reason="no_spread")
+        values[int(np.nanargmax(scored))] = best - second
+    return replace(group, values=values)
+
+
 _SPREAD_TOLERANCE = 1e-9
 
 

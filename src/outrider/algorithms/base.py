@@ -13,8 +13,11 @@ from outrider import deprecated
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
+    best_minus_second_advantages_per_rollout,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
+    mean_normalized_advantages_per_rollout,
+    pass_at_k_advantages_per_rollout,
 )
 from outrider.algorithms.loss_settings import (
     ClipLoss,
@@ -25,6 +28,7 @@ from outrider.algorithms.loss_settings import (
 )
 from outrider.algorithms.presets import with_preset
 from outrider.config import Settings
+from outrider.errors import InvalidResult
 from outrider.memory.embedders import CachedEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.tips import MemoryChange
@@ -42,7 +46,12 @@ if TYPE_CHECKING:
 
 
 Attribution = Literal["soft", "hard"]
-AdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
+AdvantageKind = Literal[
+    "group_normalized", "group_centered", "leave_one_out", "mean_normalized", "pass_at_k", "best_minus_second"
+]
+
+
+_LARGE_ENTROPY_BONUS = 0.01
 
 
 class ObjectiveSettings(Settings):
@@ -68,8 +77,11 @@ class ObjectiveSettings(Settings):
     advantage: AdvantageKind = "group_normalized"
     """How the returns of a group become advantages: the mean is subtracted and the result divided by the
     std (``group_normalized``), or only the mean is subtracted (``group_centered``), or the mean of the
-    other rollouts (``leave_one_out``).
+    other rollouts (``leave_one_out``). ``mean_normalized`` divides by the mean (MaxRL), ``pass_at_k`` rewards
+    ``pass_k`` rollouts by one success, ``best_minus_second`` rewards the best rollout alone.
     """
+    pass_k: int | None = Field(None, ge=1)
+    """Number k of rollouts of ``advantage = pass_at_k``."""
     loss: LossSettings = ClipLoss()
     """Loss of a token."""
     aggregation: Literal[
@@ -84,6 +96,8 @@ class ObjectiveSettings(Settings):
     sampler_correction: SamplerCorrection | None = SamplerCorrection()
     sampler_rejection: RejectionMask | None = None
     positive_nll: float = Field(0.0, ge=0)
+    entropy_bonus: float = Field(0.0, ge=0)
+    """Weight of an entropy bonus: the mean entropy of the policy over its trained tokens."""
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
     """Estimator of the KL divergence from the reference model in the loss."""
@@ -102,6 +116,13 @@ class ObjectiveSettings(Settings):
         if (self.aggregation in ("constant_length", "sum_over_length")) != (self.max_length is not None):
             raise ValueError(
                 "max_length belongs to aggregation = constant_length or sum_over_length and to no other"
+            )
+        if (self.advantage == "pass_at_k") != (self.pass_k is not None):
+            raise ValueError("pass_k belongs to advantage = pass_at_k and to no other")
+        if self.pass_k is not None and self.pass_k >= self.group_size:
+            raise ValueError(
+                f"pass_k = {self.pass_k} needs a group_size above it, got {self.group_size}: with k = n no "
+                "rollout has an advantage"
             )
         return self
 
@@ -151,7 +172,14 @@ class ObjectiveSettings(Settings):
         return None
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
-        """Return a line per setting without effect with ``num_groups`` groups on ``num_tasks`` tasks."""
+        """Return a line per setting that has no effect with ``num_groups`` groups on ``num_tasks`` tasks, or
+        that is usually a mistake.
+        """
+        if self.entropy_bonus > _LARGE_ENTROPY_BONUS:
+            return [
+                f"algorithm.entropy_bonus = {self.entropy_bonus:g} is above {_LARGE_ENTROPY_BONUS}: a "
+                "bonus of this size often ends in random text; watch entropy/trainer_mean"
+            ]
         return []
 
     def validate_run(self, run: "RunSettings") -> None:
@@ -285,17 +313,38 @@ def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutA
 def group_advantages(
     returns: Sequence[float | None] | Float64Array, kind: AdvantageKind, *, std_ddof: Literal[0, 1] = 1
 ) -> RolloutAdvantages:
-    """Compute the advantages of one group; ``std_ddof`` applies to ``group_normalized`` only."""
+    """Compute the advantages of one group from its returns, for every kind but ``pass_at_k``; ``std_ddof``
+    applies to ``group_normalized`` only.
+    """
     if kind == "leave_one_out":
         return leave_one_out_advantages_per_rollout(returns=returns)
+    if kind == "mean_normalized":
+        return mean_normalized_advantages_per_rollout(returns=returns)
+    if kind == "best_minus_second":
+        return best_minus_second_advantages_per_rollout(returns=returns)
+    if kind == "pass_at_k":
+        raise ValueError("advantage = pass_at_k needs successes: use outcome_advantages")
     return group_normalized_advantages_per_rollout(
         returns=returns, std_ddof=std_ddof, normalize_std=kind == "group_normalized"
     )
 
 
-def outcome_advantages(trace: Trace, kind: AdvantageKind) -> RolloutAdvantages:
-    """Compute the advantages of a group from its :func:`total_returns`."""
-    return group_advantages(total_returns(trace), kind)
+def outcome_advantages(
+    trace: Trace, kind: AdvantageKind, *, pass_k: int | None = None, std_ddof: Literal[0, 1] = 1
+) -> RolloutAdvantages:
+    """Compute the advantages of a group from its :func:`total_returns`, or with ``pass_at_k`` from its
+    successes.
+    """
+    if kind == "pass_at_k":
+        success = [None if leaf.episode_return is None else leaf.success for leaf, _ in trace.rollouts()]
+        return pass_at_k_advantages_per_rollout(success=success, k=pass_k or 1)
+    returns = total_returns(trace)
+    if kind == "mean_normalized" and min((value for value in returns if value is not None), default=0.0) < 0:
+        raise InvalidResult(
+            f"algorithm.advantage = mean_normalized needs returns of at least 0: a rollout of task "
+            f"{trace.task.key!r} has {min(value for value in returns if value is not None):g}"
+        )
+    return group_advantages(returns, kind, std_ddof=std_ddof)
 
 
 def require_unassigned(nodes: Iterable[Node]) -> None:

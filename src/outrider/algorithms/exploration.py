@@ -101,6 +101,11 @@ class ExplorationSettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _validate_parts(self) -> Self:
         parts, ratio_weight = self.parts, 0.0
+        if self.advantage == "pass_at_k" and parts.tips is not None and parts.tips.intrinsic_coefficient:
+            raise ValueError(
+                "advantage = pass_at_k counts successes only: set "
+                f"{self._section('tips')}intrinsic_coefficient = 0"
+            )
         if parts.reward is not None:
             ratio_weight = parts.reward.ratio_weight
             if parts.reward.num_hybrid > self.group_size:
@@ -147,12 +152,14 @@ class ExplorationSettings(ObjectiveSettings):
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
+        lines = super().warnings(num_groups=num_groups, num_tasks=num_tasks)
         tips = self.parts.tips
         if tips is None or not never_shows_a_tip(tips, num_groups=num_groups, num_tasks=num_tasks):
-            return []
+            return lines
         return [
+            *lines,
             f"NO TIPS: {num_groups} groups play none of the {num_tasks} tasks twice, and a task is shown its "
-            f"own tips only; algorithm.{self._section('tips')}memory.scope=all shares them"
+            f"own tips only; algorithm.{self._section('tips')}memory.scope=all shares them",
         ]
 
     @property
@@ -439,7 +446,10 @@ class Exploration(Algorithm):
             measurements["tips/intrinsic_mean"] = [leaf.intrinsic for leaf, _ in trace.scored_rollouts()]
             measurements[self.novelty.metric] = measured
             trace.without_memory = tip_mode(trace.modes[0]) == TIPS_OFF
-        advantages, scales = outcome_advantages(trace, self.objective.advantage), None
+        advantages, scales = (
+            outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k),
+            None,
+        )
         if parts.reward is not None:
             advantages, scales, retrieval_measurements = retrieval_advantages(trace, advantages, parts.reward)
             measurements |= retrieval_measurements

@@ -147,10 +147,13 @@ class GigpoSettings(ObjectiveSettings):
     ``normalization``.
 
     ``gamma`` discounts step rewards per turn. ``step_weight`` is omega of ``A = A^E + omega A^S``.
-    ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal observations:
-    ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once, or ``turns`` as
-    the released code does. ``invalid_penalty`` is subtracted from the return and the step return of a turn
-    that the environment could not parse. ``preset`` sets the defaults of all keys that you leave out.
+    ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal
+    observations: ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once,
+    or ``turns`` as the released code does. ``anchor = turn`` compares the step reward of turn number k with
+    that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of turns); it
+    needs neither ``gamma`` nor ``similarity``. ``invalid_penalty`` is subtracted from the return and the
+    step return of a turn that the environment could not parse. ``preset`` sets the defaults of all keys
+    that you leave out.
     """
 
     presets = GIGPO_PRESETS
@@ -162,6 +165,7 @@ class GigpoSettings(ObjectiveSettings):
     gamma: float = Field(0.95, ge=0, le=1)
     step_weight: float = Field(1.0, ge=0)
     normalization: Normalization = "none"
+    anchor: Literal["state", "turn"] = "state"
     similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
     episode_statistics: Literal["rollouts", "turns"] = "rollouts"
     invalid_penalty: float = Field(0.0, ge=0)
@@ -180,6 +184,10 @@ class GigpoSettings(ObjectiveSettings):
             raise ValueError(
                 f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"
             )
+        if self.anchor == "turn":
+            for key in ("gamma", "similarity"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} has no effect with anchor = turn: remove it")
         return self
 
 
@@ -198,6 +206,7 @@ class Gigpo(OnPolicyGroup):
         rollouts = list(trace.rollouts())
         scores: list[float | None] = []  # one per rollout
         turns: list[PolicyTurn] = []
+        turn_numbers: list[int] = []
         turn_scores: list[float] = []
         step_scores: list[float] = []
         for leaf, path in rollouts:
@@ -208,8 +217,13 @@ class Gigpo(OnPolicyGroup):
             penalties = [
                 chosen.invalid_penalty if turn.node.metadata.get("invalid", False) else 0.0 for turn in own
             ]
-            returns = step_returns(path, episode_return=leaf.episode_return, gamma=chosen.gamma)
+            returns = (
+                [turn.node.reward for turn in own]
+                if chosen.anchor == "turn"
+                else step_returns(path, episode_return=leaf.episode_return, gamma=chosen.gamma)
+            )
             turns += own
+            turn_numbers += range(len(own))
             turn_scores += [leaf.episode_return - penalty for penalty in penalties]
             step_scores += [value - penalty for value, penalty in zip(returns, penalties, strict=True)]
             # subtract the mean penalty of the turns, so that A^E stays centred
@@ -222,7 +236,11 @@ class Gigpo(OnPolicyGroup):
             normalization=chosen.normalization,
         )
         episode = statistics(turn_scores)
-        groups = anchor_groups([turn.observation for turn in turns], similarity=chosen.similarity)
+        groups = (
+            turn_numbers
+            if chosen.anchor == "turn"
+            else anchor_groups([turn.observation for turn in turns], similarity=chosen.similarity)
+        )
         step = step_advantages_per_turn(step_scores, groups=groups, normalization=chosen.normalization)
         combined = (episode + chosen.step_weight * step).tolist()
         for turn, value in zip(turns, combined, strict=True):

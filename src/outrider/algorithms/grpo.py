@@ -35,7 +35,7 @@ from outrider.algorithms.base import (
     GroupFilter,
     ObjectiveSettings,
     TaskChoice,
-    group_advantages,
+    outcome_advantages,
     require_unassigned,
     total_returns,
     write_advantages,
@@ -118,6 +118,20 @@ class GroupSettings(ObjectiveSettings):
     dynamic_sampling: DynamicSamplingSettings | None = None
     """DAPO's replacement of groups whose rollouts all have the same reward."""
     reward_kl_weight: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _shaping_applies(self) -> Self:
+        shaping = "overlong" if self.overlong is not None else "reward_kl_weight"
+        if self.overlong is None and not self.reward_kl_weight:
+            return self
+        if self.advantage == "pass_at_k":
+            raise ValueError(f"advantage = pass_at_k counts successes only: remove {shaping}")
+        if self.advantage == "mean_normalized":
+            raise ValueError(
+                f"advantage = mean_normalized needs returns of at least 0: remove {shaping}, which subtracts "
+                "from them"
+            )
+        return self
 
     @property
     def label(self) -> str:
@@ -258,8 +272,8 @@ class GrpoSettings(GroupSettings):
     def _validate(self) -> "GrpoSettings":
         if self.advantage_std == "population" and self.advantage != "group_normalized":
             raise ValueError(f"advantage_std = population has no meaning with advantage = {self.advantage}")
-        if self.advantage_std == "batch" and self.advantage == "group_centered":
-            raise ValueError("advantage = group_centered divides by no std: remove advantage_std")
+        if self.advantage_std == "batch" and self.advantage not in ("group_normalized", "leave_one_out"):
+            raise ValueError(f"advantage = {self.advantage} divides by no std: remove advantage_std")
         return self
 
 
@@ -275,7 +289,10 @@ class Grpo(OnPolicyBatch):
         measured = self._shape_returns(traces)
         returns = [total_returns(trace) for trace in traces]
         std_ddof: Literal[0, 1] = 0 if chosen.advantage_std == "population" else 1
-        results = [group_advantages(group, chosen.advantage, std_ddof=std_ddof) for group in returns]
+        results = [
+            outcome_advantages(trace, chosen.advantage, pass_k=chosen.pass_k, std_ddof=std_ddof)
+            for trace in traces
+        ]
         if chosen.advantage_std == "batch" and results:
             over_batch = (
                 leave_one_out_batch_normalized_advantages_per_rollout

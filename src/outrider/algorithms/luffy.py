@@ -67,8 +67,8 @@ class LuffySettings(ObjectiveSettings):
     @model_validator(mode="after")
     def _validate(self) -> "LuffySettings":
         plain_clip(self.loss, method="luffy")
-        if self.advantage == "leave_one_out":
-            raise ValueError("advantage = leave_one_out is not defined for a group with a demonstration")
+        if self.advantage not in ("group_normalized", "group_centered"):
+            raise ValueError(f"advantage = {self.advantage} is not defined for a group with a demonstration")
         if self.demonstrations is not None and not self.num_demonstrations:
             raise ValueError(
                 "num_demonstrations = 0 disables demonstrations: remove the file of demonstrations"

@@ -281,7 +281,7 @@ class RolloutReplay(OnPolicyGroup):
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Assign group-normalised returns, as recorded when the group was sampled, to every policy token."""
-        advantages = outcome_advantages(trace, self.objective.advantage)
+        advantages = outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k)
         write_advantages(trace, advantages)
         return GroupAdvantages(advantages=advantages, measurements={})
 
@@ -315,7 +315,9 @@ class RolloutReplay(OnPolicyGroup):
         # A mean of 0 makes groups without a signal ineligible for replay.
         means = [
             self._mean_reward(group)
-            if outcome_advantages(group.trace, self.objective.advantage).has_signal
+            if outcome_advantages(
+                group.trace, self.objective.advantage, pass_k=self.objective.pass_k
+            ).has_signal
             else 0.0
             for group in self.stored
         ]

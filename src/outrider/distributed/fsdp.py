@@ -435,8 +435,8 @@ class ShardedScorer(Scorer):
         super().__init__(language_model, ranks=ranks, uses_flex=uses_flex)
         self.scoring = scoring
 
-    def score(self, batch: PackedBatch) -> TokenScores:
-        scores = super().score(batch)
+    def score(self, batch: PackedBatch, *, trains_entropy: bool = False) -> TokenScores:
+        scores = super().score(batch, trains_entropy=trains_entropy)
         reshard(self.scoring)
         return scores
 

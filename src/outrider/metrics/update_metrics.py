@@ -15,6 +15,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          ("mean negative log-likelihood over the tokens of successful rollouts, "
           "before its weight; 0 without any"),
          "falls slowly", "algorithm.positive_nll; entropy/token_mean"),
+        ("entropy", "nats", "mean entropy of the policy over its trained tokens, before entropy_bonus",
+         "falls slowly", "algorithm.entropy_bonus"),
     ),
     *group(
         "ratio",
@@ -73,6 +75,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("number", "1",
          "number of the entry of train.stages that the tasks of this step belong to, from 1", "rises",
          "train.stages"),
+        ("max_turns", "turns", "limit of this step, if rollout.max_turns is a list", "rises",
+         "rollout.steps_per_limit"),
     ),
     *group(
         "time",

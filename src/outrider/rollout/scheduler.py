@@ -469,6 +469,7 @@ class _Batch:
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
         self._training_step = training_step
+        self._limits = scheduler.limits.at_step(training_step) if scheduler.limits_calls else scheduler.limits
         # The environments share the call budget; a new batch resets it.
         self._budget: CallBudget | None = getattr(scheduler.factory, "call_budget", None)
         if self._budget is not None and not continued:
@@ -509,7 +510,7 @@ class _Batch:
         return runner(
             batcher=self._batcher,
             renderer=self._scheduler.renderer,
-            limits=self._scheduler.limits,
+            limits=self._limits,
             sampling=self._scheduler.sampling,
             hooks=self._scheduler.hooks,
             run_seed=self._scheduler.run_seed,

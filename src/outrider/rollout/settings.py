@@ -1,6 +1,8 @@
 """Settings of rollouts: the budgets of one rollout, and evaluations."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -32,6 +34,54 @@ class Limits(Settings):
     """Most tokens of one retrieved step."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Time limit of one step of the environment, tool calls included."""
+
+    def at_step(self, step: int) -> "Limits":
+        """The limits of the training step ``step``, counted from 0."""
+        return self
+
+
+class RolloutSettings(Limits):
+    """Budgets of one rollout in training. ``max_turns`` may be a list of growing limits: each applies to
+    ``steps_per_limit`` training steps, the last one to all later steps and to evaluations (ScalingInter-RL,
+    arXiv 2509.08755).
+    """
+
+    earlier_max_turns: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """The limits before the last one; set ``max_turns`` to a list instead."""
+    steps_per_limit: int | None = Field(None, ge=1)
+    """Training steps of each limit, if ``max_turns`` is a list."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_list(cls, data: Any) -> Any:
+        """A list is stored as its last limit, which most readers need, and the earlier ones."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("max_turns"), list | tuple):
+            return data
+        limits = list(data["max_turns"])
+        if (
+            len(limits) < 2
+            or any(not isinstance(limit, int) for limit in limits)
+            or "earlier_max_turns" in data
+        ):
+            raise ValueError("max_turns is a number, or a list of at least two growing numbers")
+        return {**data, "max_turns": limits[-1], "earlier_max_turns": limits[:-1]}
+
+    @model_validator(mode="after")
+    def _growing(self) -> Self:
+        limits = [*self.earlier_max_turns, self.max_turns]
+        if any(after <= before for before, after in pairwise(limits)):
+            raise ValueError(f"max_turns = {limits}: the limits have to grow")
+        if bool(self.earlier_max_turns) != (self.steps_per_limit is not None):
+            raise ValueError("steps_per_limit belongs to a list of max_turns and to nothing else")
+        return self
+
+    def at_step(self, step: int) -> Limits:
+        """The limits of the training step ``step``, counted from 0."""
+        if self.steps_per_limit is None:
+            return self
+        stage = step // self.steps_per_limit
+        limits = (*self.earlier_max_turns, self.max_turns)
+        return self.model_copy(update={"max_turns": limits[min(stage, len(limits) - 1)]})
 
 
 class EvaluationSettings(Settings):

@@ -54,19 +54,21 @@ _CHUNK = 128  # rows of a softmax on a GPU, and of heads that are no plain linea
 _CPU_CHUNK = 16  # 3 MB of float32 logits: they stay in the last-level cache between the steps of a softmax
 
 
-def score_tokens(hidden_TE: Tensor, targets_T: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets_T`` (with gradient) and entropies in nats over the whole vocabulary
-    (without).
+def score_tokens(
+    hidden_TE: Tensor, targets_T: Tensor, head: nn.Module, *, trains_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of ``targets_T`` with gradient, and entropies in nats over the whole vocabulary, which have
+    one only if ``trains_entropy``.
     """
     # Not isinstance: a subclass may compute more than the product with its weight.
     if type(head) is nn.Linear:
         result: tuple[Tensor, Tensor] = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
             hidden_TE, targets_T, head.weight, head.bias, torch.is_grad_enabled()
         )
-        return result
+        return result if trains_entropy else (result[0], result[1].detach())
     pieces = [
         # a head with an adapter or a cap of its own
-        checkpoint(_scores, hidden_CE, targets_C, head, use_reentrant=False)
+        checkpoint(_scores, hidden_CE, targets_C, head, trains_entropy, use_reentrant=False)
         for hidden_CE, targets_C in zip(hidden_TE.split(_CHUNK), targets_T.split(_CHUNK), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropies for _, entropies in pieces])
@@ -76,14 +78,18 @@ def _exact(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _scores(hidden_CE: Tensor, targets_C: Tensor, head: nn.Module) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden_CE), targets_C)
+def _scores(
+    hidden_CE: Tensor, targets_C: Tensor, head: nn.Module, trains_entropy: bool
+) -> tuple[Tensor, Tensor]:
+    return score_logits(head(hidden_CE), targets_C, trains_entropy=trains_entropy)
 
 
-def score_logits(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Like :func:`score_tokens` for given logits: log-probs with gradient, entropies without."""
+def score_logits(
+    logits_CV: Tensor, targets_C: Tensor, *, trains_entropy: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Like :func:`score_tokens` for given logits."""
     logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropies_C = _entropies(logprobs_CV.exp(), logprobs_CV)
     return _chosen(logprobs_CV, targets_C), entropies_C
 
@@ -123,17 +129,21 @@ class _ScoreTokens(torch.autograd.Function):
                 pieces.append((_chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)))
             if saves_block:
                 saved_BV, saves_block = logits_BV, False
-        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, saved_BV)
         logprobs_T, entropies_T = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        ctx.mark_non_differentiable(entropies_T)
+        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T)
+        ctx.set_materialize_grads(False)  # None if a loss has no entropy in it
         return logprobs_T, entropies_T
 
     @staticmethod
-    def backward(ctx: Any, grad_T: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """d logits = (onehot - softmax) * d logprob; the weight's gradient is summed in float32 over the
-        blocks.
+    def backward(
+        ctx: Any, grad_T: Tensor | None, grad_entropies_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """d logits = (onehot - p) * d logprob - p (log p + entropy) * d entropy; the weight's gradient is
+        summed in float32 over the blocks.
         """
-        hidden_TE, targets_T, weight_VE, bias_V, saved_BV = ctx.saved_tensors
+        hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T = ctx.saved_tensors
+        if grad_T is None:
+            grad_T = torch.zeros_like(entropies_T)
         grad_hidden = torch.empty_like(hidden_TE) if ctx.needs_input_grad[0] else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
@@ -145,7 +155,13 @@ class _ScoreTokens(torch.autograd.Function):
                 if is_known
                 else _project_to_vocabulary(hidden_TE[block], weight_VE, bias_V, saved_BV)
             )
-            grad_logits = _grad_logits(memory_BV, targets_T[block], grad_T[block], is_known)
+            grad_logits = _grad_logits(
+                memory_BV,
+                targets_T[block],
+                grad_T[block],
+                is_known,
+                None if grad_entropies_T is None else (entropies_T[block], grad_entropies_T[block]),
+            )
             if grad_hidden is not None:
                 grad_hidden[block] = grad_logits @ weight_VE
             if ctx.needs_input_grad[2]:
@@ -169,14 +185,31 @@ def _project_to_vocabulary(
     return logits_BV if bias_V is None else logits_BV.add_(bias_V)
 
 
-def _grad_logits(memory_BV: Tensor, targets_B: Tensor, grad_B: Tensor, is_known: bool) -> Tensor:
-    """Replace the probabilities, or if they are not known the logits, by the gradient of the logits."""
+def _grad_logits(
+    memory_BV: Tensor,
+    targets_B: Tensor,
+    grad_B: Tensor,
+    is_known: bool,
+    entropy: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Replace the probabilities, or if they are not known the logits, by the gradient of the logits.
+    ``entropy``: the entropies and their gradients, if the loss depends on them.
+    """
     size = _chunk(memory_BV)
     chunks = (tensor.split(size) for tensor in (memory_BV, targets_B, grad_B))
-    for memory_CV, targets_C, grad_C in zip(*chunks, strict=True):
+    for start, (memory_CV, targets_C, grad_C) in zip(
+        range(0, len(memory_BV), size), zip(*chunks, strict=True), strict=True
+    ):
         probs_CV = memory_CV if is_known else torch.softmax(_exact(memory_CV), dim=-1)
         scale_C = grad_C.to(probs_CV.dtype)
+        slope_CV: Tensor | None = None
+        if entropy is not None:
+            entropies_C, grad_entropies_C = (part[start : start + size].to(probs_CV) for part in entropy)
+            slope_CV = torch.xlogy(probs_CV, probs_CV).addcmul_(probs_CV, entropies_C[:, None])
+            slope_CV.mul_(grad_entropies_C[:, None])
         probs_CV.mul_(-scale_C[:, None])
+        if slope_CV is not None:
+            probs_CV.sub_(slope_CV)
         # By index and not by a one-hot matrix, which would be as large as the logits.
         probs_CV[torch.arange(len(probs_CV), device=probs_CV.device), targets_C] += scale_C
         if not is_known:
@@ -197,10 +230,16 @@ class Scoring(nn.Module):
         self.model = model
 
     def forward(
-        self, ids_N: Tensor, positions_N: Tensor, plan: Plan, predictors_U: Tensor, targets_U: Tensor
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        plan: Plan,
+        predictors_U: Tensor,
+        targets_U: Tensor,
+        trains_entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """[U] log-probs of ``targets_U`` (with gradient) and [U] entropies in nats (without).
-        ``predictors_U`` index the packed position whose output predicts each token.
+        """[U] log-probs of ``targets_U`` with gradient and [U] entropies in nats, which have one only if
+        ``trains_entropy``. ``predictors_U`` index the packed position whose output predicts each token.
         """
         backbone: Any = self.model.base_model
         states = backbone(
@@ -208,7 +247,7 @@ class Scoring(nn.Module):
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Module)
-        return score_tokens(states[0, predictors_U], targets_U, head)
+        return score_tokens(states[0, predictors_U], targets_U, head, trains_entropy=trains_entropy)
 
 
 class UnpackedScoring(nn.Module):
@@ -223,7 +262,13 @@ class UnpackedScoring(nn.Module):
         self.unpacked = unpacked
 
     def forward(
-        self, ids_N: Tensor, positions_N: Tensor, plan: TreePlan, predictors_U: Tensor, targets_U: Tensor
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        plan: TreePlan,
+        predictors_U: Tensor,
+        targets_U: Tensor,
+        trains_entropy: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
@@ -237,10 +282,12 @@ class UnpackedScoring(nn.Module):
         if self.unpacked.has_plain_head:
             head = self.model.get_output_embeddings()
             assert isinstance(head, nn.Module)
-            logprobs, entropies = score_tokens(torch.cat(outputs), targets, head)
+            logprobs, entropies = score_tokens(
+                torch.cat(outputs), targets, head, trains_entropy=trains_entropy
+            )
         else:
             scores = [
-                score_logits(logits, own)
+                score_logits(logits, own, trains_entropy=trains_entropy)
                 for logits, own in zip(
                     outputs, targets.split([len(sequence) for sequence in outputs]), strict=True
                 )
@@ -442,7 +489,9 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
-    """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) do not."""
+    """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) only if the loss has an entropy
+    bonus.
+    """
 
     logprobs_T: Tensor
     entropies_T: Tensor
@@ -463,13 +512,15 @@ class Scorer:
         unpacked, model = language_model.unpacked, language_model.model
         self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
-    def score(self, batch: PackedBatch) -> TokenScores:
+    def score(self, batch: PackedBatch, *, trains_entropy: bool = False) -> TokenScores:
         """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
         device = self.language_model.device
         ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
         predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
         plan = FlexPlan.from_plan(batch.plan, device=device) if self.uses_flex else batch.plan
-        logprobs_U, entropies_U = self.scoring(ids_N, positions_N, plan, predictors_U, targets_U)
+        logprobs_U, entropies_U = self.scoring(
+            ids_N, positions_N, plan, predictors_U, targets_U, trains_entropy
+        )
         if len(batch.token_T) == len(logprobs_U):  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.

@@ -133,6 +133,7 @@ def _replay(
     ]
     # the file of step n has the rollouts before update n
     seed = reset_seed(settings.seed, step - 1, task.key)
+    settings = settings.model_copy(update={"rollout": settings.rollout.at_step(step - 1)})
     try:
         timeout_s = settings.limits.step_timeout_s
         episode, record = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)

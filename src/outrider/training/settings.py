@@ -12,7 +12,7 @@ from outrider.engines.base import PACKAGED, EngineSettings, LocalSettings
 from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
-from outrider.rollout.settings import EvaluationSettings, Limits
+from outrider.rollout.settings import EvaluationSettings, Limits, RolloutSettings
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer except the projection onto the vocabulary."""
@@ -361,7 +361,7 @@ class RunSettings(Settings):
     """The tasks, and how they are played and rewarded."""
     algorithm: AlgorithmSettings
     """How rollouts are sampled and become an update."""
-    rollout: Limits = Limits()
+    rollout: RolloutSettings = RolloutSettings()
     """Limits of one rollout: turns, tokens and time."""
     buffer: BufferSettings = BufferSettings()
     """The step-trace buffer that RAPO retrieves from."""

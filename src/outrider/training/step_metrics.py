@@ -16,6 +16,7 @@ from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.rollout.hooks import HYBRID, has_part
+from outrider.rollout.settings import Limits
 from outrider.trace import Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import SampledStep
@@ -203,9 +204,10 @@ class Advice:
         """Advice after a training step with the metrics ``values``."""
         if values.get("rollout/num_masked") == values.get("rollout/num"):
             return []  # faults have an alarm of their own
+        limits = self.settings.limits.at_step(step - 1)
         texts = {
-            "signal": self._without_signal(traces, values),
-            "retrieval": self._without_retrieval(traces, values),
+            "signal": self._without_signal(traces, values, limits),
+            "retrieval": self._without_retrieval(traces, values, limits),
         }
         lines = []
         for kind, text in texts.items():
@@ -216,7 +218,7 @@ class Advice:
                 lines.append(f"ALARM: step {step}: {text}")
         return lines
 
-    def _without_signal(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
+    def _without_signal(self, traces: Sequence[Trace], values: Mapping[str, float], limits: Limits) -> str:
         if values.get("group/fraction_without_signal") != 1.0:
             return ""
         rollouts = [(leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
@@ -226,7 +228,7 @@ class Advice:
             return f"{begin}a group of one rollout has nothing to compare with; raise algorithm.group_size"
         if all(leaf.success for leaf, _ in rollouts):
             return f"{begin}all {num} rollouts solved their tasks; train on harder tasks"
-        reasons = failure_reasons(traces, self.settings.limits, context_length=self.context_length)
+        reasons = failure_reasons(traces, limits, context_length=self.context_length)
         summary = f"{begin}of {num} rollouts {reasons_line(reasons)}"
         num_unclosed = self._num_unclosed(traces)
         if num_unclosed > num / 2:
@@ -256,7 +258,7 @@ class Advice:
         ]
         return sum(node is not None and not any(tag in node.message.content for tag in tags) for node in last)
 
-    def _without_retrieval(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
+    def _without_retrieval(self, traces: Sequence[Trace], values: Mapping[str, float], limits: Limits) -> str:
         if values.get("retrieval/num_inserted") != 0.0:
             return ""
         hybrid = [
@@ -270,7 +272,7 @@ class Advice:
         begin = f"none of {len(hybrid)} hybrid rollouts got a retrieved step: "
         num_short = sum(sum(node.trainable for node in path) <= 1 for _, path in hybrid)
         if "retrieval/rate" not in values:
-            reasons = failure_reasons(traces, self.settings.limits, context_length=self.context_length)
+            reasons = failure_reasons(traces, limits, context_length=self.context_length)
             why = f" ({reasons_line(reasons)})" if reasons else ""
             return (
                 f"{begin}steps are retrieved from the second turn on, and {num_short} of them ended in their "

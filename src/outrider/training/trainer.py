@@ -358,6 +358,8 @@ class Trainer:
         values["tokens/policy_total"] = float(state.num_policy_tokens)
         values["grad/learning_rate"] = parts.learner.learning_rate
         values |= stage_metrics(parts.settings.train, step=state.step - 1)
+        if parts.settings.rollout.earlier_max_turns:
+            values["stage/max_turns"] = float(parts.settings.limits.at_step(state.step - 1).max_turns)
         if self.num_restarts:
             values["cluster/trainer_restarts"] = float(self.num_restarts)
             self.num_restarts = 0

@@ -284,8 +284,9 @@ class _MiniBatch:
     """The rollouts of one optimizer step, packed once for all epochs.
 
     ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
-    weights [T] of their tokens in the loss and, if the objective has such a term, in the likelihood of
-    successful rollouts. ``old_scores`` None: the training pass gives the old log-probs.
+    weights [T] of their tokens in the loss and, if the objective has such terms, in the likelihood of
+    successful rollouts and in the mean entropy. ``old_scores`` None: the training pass gives the old
+    log-probs.
     """
 
     number: int
@@ -293,6 +294,7 @@ class _MiniBatch:
     batches: Sequence[PackedBatch]
     weights: Sequence[Tensor]
     sft_weights: Sequence[Tensor] | None
+    entropy_weights: Sequence[Tensor] | None
     old_scores: Sequence[TokenScores] | None = None
     with_tips: LogprobsWithTips | None = None
 
@@ -328,6 +330,11 @@ class _Update:
             sft_weights=(
                 success_weights(paths, batches, self.policy.ranks)
                 if trained and self.objective.positive_nll > 0
+                else None
+            ),
+            entropy_weights=(
+                mean_weights([~batch.is_off_policy_T for batch in batches], self.policy.ranks)
+                if trained and self.objective.entropy_bonus > 0
                 else None
             ),
         )
@@ -379,7 +386,7 @@ class _Update:
         meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
         """
         batch, with_tips = mini_batch.batches[index], mini_batch.with_tips
-        scores = self.policy.score(batch)
+        scores = self.policy.score(batch, trains_entropy=mini_batch.entropy_weights is not None)
         batch = batch.like(scores.logprobs_T)
         old = scores if mini_batch.old_scores is None else mini_batch.old_scores[index]
         # Detached also if it comes from this very pass: x - x would have no gradient.
@@ -411,10 +418,15 @@ class _Update:
         if mini_batch.sft_weights is not None:
             nll = sft_loss(scores.logprobs_T, mini_batch.sft_weights[index], self.accumulator)
             loss = loss + self.objective.positive_nll * nll
+        if mini_batch.entropy_weights is not None:
+            weights_T = mini_batch.entropy_weights[index].to(scores.entropies_T)
+            entropy = weighted_loss(losses=scores.entropies_T, weights=weights_T)
+            self.accumulator.add_loss("loss/entropy", float(entropy.detach()))
+            loss = loss - self.objective.entropy_bonus * entropy
         own_T = ~inputs.is_off_policy_T
         if bool(own_T.any()):
             self.accumulator.add(
-                "entropy/trainer_mean", float(old.entropies_T[own_T].mean()), int(own_T.sum())
+                "entropy/trainer_mean", float(old.entropies_T.detach()[own_T].mean()), int(own_T.sum())
             )
         self._measure_mismatch(mismatches[-1])
         if is_older_T is not None and bool((older_T := is_older_T & own_T).any()):
@@ -601,7 +613,7 @@ def _trained_paths(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -
     for path in paths:
         advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
         # These terms train every policy token, also of a rollout without advantage.
-        trains_all = objective.kl_weight > 0 or (
+        trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
         if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
@@ -650,8 +662,13 @@ def success_weights(
     """
     succeeded = torch.tensor([path.succeeded for path in paths])
     masks = [succeeded[batch.rollout_index_T] & ~batch.is_off_policy_T for batch in batches]
-    num = sum((ranks or SingleRank()).gather(sum(int(mask.sum()) for mask in masks)))
+    return mean_weights(masks, ranks or SingleRank())
+
+
+def mean_weights(masks: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
+    """Weights of the mean over the tokens of ``masks``, one [T] per micro-batch of this rank."""
     # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
+    num = sum(ranks.gather(sum(int(mask.sum()) for mask in masks)))
     return [mask.double() / max(1, num) for mask in masks]
 
 
