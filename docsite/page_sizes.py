@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 WIDTH: Final = 1280
 MAX_HEIGHT: Final = 6000
 # a reader searches in these pages; the error page loads its style from the server's root
-_REFERENCE: Final = ("reference/", "metrics.html", "plugins.html", "formats.html", "404.html")
+_REFERENCE: Final = ("reference/", "metrics.html", "formats.html", "papers.html", "404.html")
 _MEASURE: Final = """() => {
     const height = document.documentElement.scrollHeight
     document.querySelectorAll('details').forEach(block => { block.open = true })
