@@ -28,7 +28,8 @@ def with_columns(
     """
     full = MethodTable(header, rows)
     if not shown:
-        return full.short(notes) if header[-1] == _VERDICT else full.text
+        is_method_table = header[-1] == _VERDICT and not set(_SCORE).isdisjoint(header)
+        return full.short(notes) if is_method_table else full.text
     number = {name: header.index(name) for name in header}
     return folded(markdown(shown, [[row[number[name]] for name in shown] for row in rows]), full.text, notes)
 
