@@ -170,7 +170,7 @@ $(VENV)/.viewer: $(VENV)/.complete
 setup-viewer: $(VENV)/.viewer $(AXE)
 
 test-viewer: setup-viewer
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages tests/docsite -rs
 
 lint: setup
 	$(BIN)/ruff check

@@ -1,5 +1,5 @@
 """How often a rollout of RAPO is rewarded, by the number of decisions that its policy must learn
-(docs/algorithms/details/rapo.md).
+(docs/algorithms/details/rapo_measured.md).
 
 A lock has D doors and T policy turns; a turn at door d opens it with probability p_d. A wrong turn has no
 effect, or ends the episode of a strict lock. Before every turn of a hybrid rollout except the first, a step

@@ -9,8 +9,10 @@ A record names the source of its figures (``source``) and the command. Its kind 
   held-out score;
 - ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start per seed;
 - ``calls``: tool calls until a reward;
-- ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack (views "" and, of the Factbook,
-  ``notes``).
+- ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack ("" a short table of method, score
+  and verdict, with all columns in a folded block; ``all`` all columns, unfolded).
+
+``cells`` and ``runs`` with ``shown`` have a short table of these columns, too.
 
 Packs are in ``records/packs``, and are verified before they are read.
 """
@@ -24,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
-from benchmarks.markdown_table import markdown
+from benchmarks.markdown_table import markdown, with_columns
 from outrider.errors import DataError
 from outrider.evaluation.packs import read_exact, verify
 from outrider.printing import score
@@ -50,6 +52,7 @@ class Cells(_Record):
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    shown: tuple[str, ...] = ()
 
 
 class Score(_Part):
@@ -148,6 +151,7 @@ class Runs(_Record):
     columns: tuple[str, ...]
     rows: dict[str, tuple[str, ...]]
     window: int = Field(3, ge=1)
+    shown: tuple[str, ...] = ()
 
 
 class Gains(_Record):
@@ -182,10 +186,8 @@ def render_all(records: Path) -> dict[str, str]:
 
 
 def _cells(record: Cells, packs: Path) -> dict[str, str]:
-    return {
-        "": markdown(record.columns, record.rows),
-        "notes": "\n".join(f"- {note}" for note in record.notes),
-    }
+    notes = "\n".join(f"- {note}" for note in record.notes)
+    return {"": with_columns(record.columns, record.rows, record.shown, notes), "notes": notes}
 
 
 def _values(record: Values, packs: Path) -> dict[str, str]:
@@ -268,7 +270,7 @@ def _runs(record: Runs, packs: Path) -> dict[str, str]:
             " %", ""
         )
         table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), told))
-    return {"": markdown(columns, table)}
+    return {"": with_columns(columns, table, record.shown)}
 
 
 def _gains(record: Gains, packs: Path) -> dict[str, str]:
@@ -291,7 +293,8 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
         if row.toy == record.toy and row.method in results:
             results[row.method][row.seed] = Result(**row.result)
     chosen = [methods[key] for key in record.methods]
-    return {"": toy_table(chosen, results, toy=record.toy, num_seeds=record.num_seeds)}
+    table = toy_table(chosen, results, toy=record.toy, num_seeds=record.num_seeds)
+    return {"": table.short(), "all": table.text}
 
 
 def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
@@ -311,7 +314,8 @@ def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
         compare([runs[name] for name in sorted(runs)]),
     )
     notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
-    return {"": factbook_table(chosen, comparison), "notes": notes}
+    table = factbook_table(chosen, comparison)
+    return {"": table.short(notes), "all": table.text}
 
 
 def _calls(record: Calls, packs: Path) -> dict[str, str]:

@@ -126,7 +126,7 @@ def toys(parsed: argparse.Namespace) -> int:
         )  # fmt: skip
         if parsed.no_report:
             continue
-        table = toy_table(chosen, results, toy=arena.name, num_seeds=parsed.seeds)
+        table = toy_table(chosen, results, toy=arena.name, num_seeds=parsed.seeds).text
         played = f"About {tokens:,} policy tokens a run, seeds {_seeds(parsed)[0]} to {_seeds(parsed)[-1]}."
         parts.append(f"### {arena.title}\n\n{played}\n\n{table}")
         _write(parsed.out / "toys.md", "\n\n".join(parts))
@@ -149,7 +149,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
         comparison = compare_all(plan, chosen)
         if comparison is not None:
             said = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
-            text = f"{factbook_table(chosen, comparison)}\n\n{said}".strip()
+            text = f"{factbook_table(chosen, comparison).text}\n\n{said}".strip()
             _write(plan.out / "factbook.md", text)
             print(text, flush=True)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from benchmarks.learning_methods import BASELINE, Method
-from benchmarks.markdown_table import markdown
+from benchmarks.markdown_table import MethodTable
 from outrider.evaluation.compare import Comparison, Pair
 from outrider.evaluation.compare_report import notes
 from outrider.evaluation.statistics import (
@@ -43,7 +43,7 @@ class Standing:
 
 def toy_table(
     chosen: Sequence[Method], results: "Mapping[str, Mapping[int, Result]]", *, toy: str, num_seeds: int
-) -> str:
+) -> MethodTable:
     """Return the table of a toy: exact expected returns over seeds. Rows of methods without a meaning give
     the reason.
     """
@@ -64,7 +64,7 @@ def toy_table(
             )
         else:
             rows.append((method.name, "not played", *[""] * (len(header) - 2)))
-    return markdown(header, rows)
+    return MethodTable(header, rows)
 
 
 def toy_standings(results: "Mapping[str, Mapping[int, Result]]", *, num_seeds: int) -> dict[str, Standing]:
@@ -141,7 +141,7 @@ def _returns(key: str, found: "Sequence[Result]") -> tuple[str, ...]:
     )
 
 
-def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
+def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> MethodTable:
     """Held-out scores of runs whose folders are named ``<method's key>-<seed>``, with the verdicts of
     ``outrider compare``.
     """
@@ -174,7 +174,7 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> str:
             (method.name, str(len(scores)), f"{math.fsum(scores.values()) / len(scores):.1f}",
              _range(_times(group.score, 100), "{:.1f}"), by_seed, *costs, *_against(standing, names))
         )  # fmt: skip
-    return markdown(header, rows)
+    return MethodTable(header, rows)
 
 
 def factbook_notes(chosen: Sequence[Method], comparison: Comparison) -> list[str]:

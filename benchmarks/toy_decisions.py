@@ -1,5 +1,5 @@
 """RAPO's gain by the number of decisions that the policy must learn, on locks (tests/toys.py,
-docs/algorithms/details/rapo.md).
+docs/algorithms/details/rapo_measured.md).
 
     python -m benchmarks.toy_decisions --out runs/decisions [--records records]
 

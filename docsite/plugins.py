@@ -35,7 +35,7 @@ _OF_KIND: Final[Mapping[Kind, str]] = {
 }
 # The page of the kind or of the algorithm; a broken link fails the build.
 _ELSEWHERE: Final[Mapping[str, str]] = {
-    "reinforce++": "../algorithms/objectives.md#advantages",
+    "reinforce++": "../algorithms/details/objectives.md#advantages",
     "rejection": "../algorithms/objectives.md#rejection-sampling-and-fine-tuning",
     "tools": "../tasks/tools_and_rewards.md",
     "factbook": "../tasks/factbook.md",

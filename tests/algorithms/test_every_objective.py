@@ -1,5 +1,5 @@
 """Rules for the advantages of every algorithm and preset, as a run builds them: lone rollouts, no spread,
-faults, sums, shift and scale. docs/algorithms/objectives.md lists the rules with their tests.
+faults, sums, shift and scale. docs/algorithms/details/objectives.md lists the rules with their tests.
 """
 
 import functools

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from benchmarks.figure_records import Score, render_all
 from benchmarks.figures import differences, documents, main, rewritten
+from benchmarks.markdown_table import MethodTable, with_columns
 
 from outrider.errors import DataError, PackError
 from outrider.evaluation.packs import make_pack
@@ -186,8 +187,38 @@ def test_tables_follow_from_a_pack(packed: Path) -> None:
         "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"]
         and "| before | 0.0 % |" in figures["seeds/summary"]
     )
-    assert "| RAPO | 10 | 0.950 |" in figures["toy"] and "**RAPO** scores higher" in figures["toy"]
-    assert "| RAPO | 2 | 58.3 |" in figures["runs"] and figures["runs/notes"].startswith("- ")
+    assert "| RAPO | 10 | 0.950 |" in figures["toy/all"] and "**RAPO** scores higher" in figures["toy/all"]
+    assert "| RAPO | 0.950 [0.950, 0.950] | wins |" in figures["toy"]
+    short, _, full = figures["runs"].partition("<details markdown>")
+    assert "| RAPO | 2 | 58.3 |" in figures["runs/all"] and "| no winner |\n" in short
+    assert figures["runs/all"] in full and "\n\n- " in full
+
+
+def test_a_wide_table_can_be_short_with_all_columns_folded(root: Path) -> None:
+    assert with_columns(["a", "b"], [["1", "2"]], []) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+    write_record(root, "lock", TABLE | {"shown": ["a|b"], "notes": ["x"]})
+    [short, full, notes] = re.split(r"\n\n<details.*\n\n|\n\n- ", render_all(root / "records")["lock"])
+    assert short == "| a\\|b |\n| --- |\n| 0.5 |\n| 0.9 |"
+    assert full.splitlines()[-1] == "| RAPO | 0.9 |" and notes == "x\n\n</details>"
+    write_record(root, "lock", TABLE | {"shown": ["c"]})
+    with pytest.raises(DataError, match=r"lock.json: there is no 'c'"):
+        render_all(root / "records")
+
+
+def test_seeds_have_a_column_if_they_differ_and_a_loser_is_named() -> None:
+    header = ("method", "seeds", "interquartile mean %", "against GRPO")
+    rows = [
+        ("GRPO", "5", "3", ""),
+        ("A", "4", "1", "**GRPO** scores higher"),
+        ("B", "not defined: x", "", ""),
+    ]
+    assert MethodTable(header, rows).short().splitlines()[:5] == [
+        "| method | seeds | interquartile mean % [95 % interval] | against GRPO |",
+        "| --- | --- | --- | --- |",
+        "| GRPO | 5 | 3 | baseline |",
+        "| A | 4 | 1 | loses |",
+        "| B |  |  | not defined |",
+    ]
 
 
 def test_a_changed_byte_of_a_pack_is_an_error(packed: Path) -> None:

@@ -228,7 +228,7 @@ def test_the_table_has_every_method_with_the_verdict_of_compare(plan: Plan) -> N
     chosen = [method for method in plan.methods() if method.key in ("sft", "grpo", "rapo", "gigpo", "arpo")]
     comparison = compare_all(plan, chosen)
     assert comparison is not None and comparison.num_tasks == len(TASKS)
-    header, _, *lines = factbook_table(chosen, comparison).splitlines()
+    header, _, *lines = factbook_table(chosen, comparison).text.splitlines()
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines}
     assert list(rows) == ["GRPO", "GiGPO", "imitation alone", "RAPO", "ARPO"]
     assert len({line.count(" | ") for line in (header, *lines)}) == 1
@@ -255,7 +255,7 @@ def test_one_seed_names_no_winner_and_reasons_use_the_displayed_names(plan: Plan
     chosen = [method for method in plan.methods() if method.key in ("grpo", "rapo", "dr-grpo")]
     comparison = compare_all(single, chosen)
     assert comparison is not None
-    table = factbook_table(chosen, comparison)
+    table = factbook_table(chosen, comparison).text
     assert (
         "scores higher" not in table
         and "Dr. GRPO has 1 seed, at least 3 are needed" in table

@@ -195,7 +195,8 @@ def test_an_unfinished_method_wins_nothing() -> None:
 def test_the_table_explains_empty_cells() -> None:
     chosen = [method_of(LOCK, key) for key in ("grpo", "rapo", "empo2", "gigpo")]
     results = {"grpo": returns(*[0.0] * 10), "rapo": returns(*[0.5, 0.9] * 5), "empo2": {}, "gigpo": {}}
-    header, _, grpo, rapo, empo2, gigpo = toy_table(chosen, results, toy="lock", num_seeds=10).splitlines()
+    table = toy_table(chosen, results, toy="lock", num_seeds=10)
+    header, _, grpo, rapo, empo2, gigpo = table.text.splitlines()
     assert len({line.count(" | ") for line in (header, grpo, rapo, empo2, gigpo)}) == 1
     assert (
         "| 0.700 |" in rapo
@@ -204,6 +205,17 @@ def test_the_table_explains_empty_cells() -> None:
         and "10 / 0" in rapo
     )
     assert "neither reads nor writes tips" in empo2 and "not played" in gigpo
+    short, _, full = table.short("- a note").partition("<details markdown>")
+    assert short.splitlines() == [
+        "| method | interquartile mean [95 % interval], 10 seeds | against GRPO |",
+        "| --- | --- | --- |",
+        "| GRPO | 0.000 [0.000, 0.000] | baseline |",
+        f"| RAPO | {rapo.split(' | ')[3]} | wins |",
+        "| EMPO² |  | not defined |",
+        "| GiGPO |  | not played |",
+        "",
+    ]
+    assert table.text in full and "- a note\n\n</details>" in full
 
 
 def test_the_command_writes_and_prints_its_table(

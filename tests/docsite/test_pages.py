@@ -104,3 +104,8 @@ def test_the_pictures_of_methods_are_those_of_the_script(name: str) -> None:
     drawn = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     assert drawn == method_picture(METHODS[name]), "run: python -m docsite.method_pictures"
     ElementTree.fromstring(drawn)
+
+
+def test_no_two_pages_share_a_title() -> None:
+    titles = [page.read_text(encoding="utf-8").partition("\n")[0] for page in (ROOT / "docs").rglob("*.md")]
+    assert len(titles) == len(set(titles)) and all(title.startswith("# ") for title in titles)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from outrider.cli import main
@@ -23,8 +24,10 @@ SMALL = (
 )  # fmt: skip
 
 
-def follow(page: str, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Execute all blocks of a page in an empty folder."""
+def follow(
+    page: str, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> None:
+    """Execute all blocks of a page in an empty folder, with ``overrides`` of its trainings."""
     model = save_tiny_model(folder / "model", context=4096)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
@@ -38,7 +41,7 @@ def follow(page: str, kinds: list[str], folder: Path, monkeypatch: pytest.Monkey
                 name, *arguments = shlex.split(line)
                 assert name == "outrider"
                 if arguments[0] == "train":
-                    arguments += [f"model.name={model}", *SMALL]
+                    arguments += [f"model.name={model}", *SMALL, *overrides]
                 if "--run" in arguments:
                     arguments += ["--progress", "none"]
                 assert main(arguments) == 0
@@ -73,10 +76,13 @@ def test_own_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = ["python", "python", "json", "json", "toml", "sh"]
-    follow("own_functions.md", kinds, tmp_path, monkeypatch)
+    kinds = ["python", "python", "python", "toml", "sh"]
+    # a token of the tiny model is a character
+    follow("own_functions.md", kinds, tmp_path, monkeypatch, "rollout.max_turn_tokens=64")
     printed = capsys.readouterr().out
     assert "Write <multiply>" in printed
+    demonstrations = pq.read_table(tmp_path / "runs" / "tags" / "rollouts" / "cold-start.parquet")
+    assert demonstrations.column("success").to_pylist() == [1.0] * 24
     for run in ("tags", "native"):
         assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
     assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()
