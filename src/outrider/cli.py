@@ -32,6 +32,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "inspect-log": ("replay", "an evaluation as a log file of inspect-ai"),
     "compare": ("replay", "compare runs over seeds: scores with intervals, tests, curves at equal cost"),
     "export": ("push", "a run's weights as a Hugging Face folder"),
+    "serve": ("serve", "serve a run's policy at an OpenAI-compatible endpoint (extra: agent)"),
     "push": ("push", "a run's weights, or a data set, with a card to the Hugging Face hub"),
     "view": ("view", "look at runs in the browser (extra: view)"),
     "watch": ("view", "follow a run from another terminal (Ctrl-C ends only that)"),
