@@ -177,6 +177,8 @@ def test_a_dry_run_names_a_split_without_tasks(
         errors = capsys.readouterr().err.splitlines()
         assert errors[-1] == errors[-2] and "the split 'test' has no tasks to evaluate on" in errors[-1]
         assert not run.exists()
+    assert main(["eval", "--tasks", f"{module}:Mine", "--model", str(model), "--run", str(run)]) == 2
+    assert "the split 'test' has no tasks to evaluate on" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_its_settings(
