@@ -43,6 +43,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "buffer": ("buffer", "data", "build, import, inspect and query step-trace buffers"),
     "report": ("view", "share", "write report.html of a run, a page that needs no server"),
     "export": ("push", "share", "write the weights of a run as a Hugging Face folder"),
+    "serve": ("serve", "share", "serve the policy of a run at an OpenAI-compatible endpoint"),
     "push": ("push", "share", "upload weights or a data set to the Hugging Face hub"),
     "pack": ("pack", "share", "pack runs into a folder that others can verify"),
     "inspect-log": ("replay", "share", "write an evaluation as a log file of inspect-ai"),

@@ -2,12 +2,13 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final
 
 MODULES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -82,7 +83,18 @@ def rename_methods(cls: type, **new_names: str) -> None:
             warn(f"{owner.__name__}.{old}", f"{owner.__name__}.{new}")
             setattr(cls, new, vars(owner)[old])
         elif new in vars(cls) and old not in vars(cls):
-            setattr(cls, old, vars(cls)[new])
+            setattr(
+                cls, old, _warning_alias(vars(cls)[new], f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+            )
+
+
+def _warning_alias(method: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    @wraps(method)
+    def alias(*args: Any, **kwargs: Any) -> Any:
+        warn(old, new)
+        return method(*args, **kwargs)
+
+    return alias
 
 
 def warn_old_environment(cls: type) -> None:
@@ -99,8 +111,26 @@ def warn_old_environment(cls: type) -> None:
 
 
 def warn(old: str, new: str) -> None:
-    """Warn that a name changed."""
-    warnings.warn(f"{old} is now {new}; the next version removes the old name", FutureWarning, stacklevel=4)
+    """Warn that a name changed, at the line of the caller that is neither of this package nor of the import
+    system. The number of frames between them depends on the form of the import, so a fixed ``stacklevel``
+    would miss that line.
+    """
+    frame = sys._getframe(1)
+    while _is_internal(frame) and frame.f_back is not None:
+        frame = frame.f_back
+    warnings.warn_explicit(
+        f"{old} is now {new}; the next version removes the old name",
+        FutureWarning,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_internal(frame: FrameType) -> bool:
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("outrider", "importlib", "_frozen_importlib", "abc")
 
 
 class _MovedModules(MetaPathFinder, Loader):

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Final
@@ -77,15 +77,17 @@ def reraise_lost_interrupts() -> Iterator[None]:
             before(lost)
             return
         handler = signal.getsignal(signal.SIGINT)
+        handled: list[None] = []
 
         def handle(number: int, frame: FrameType | None) -> None:
+            handled.append(None)
             signal.signal(signal.SIGINT, handler)
             if callable(handler):
                 handler(number, frame)
 
         signal.signal(signal.SIGINT, handle)
         # No Thread object: the code that was called back may hold the locks that one takes.
-        _thread.start_new_thread(_interrupt_again, (hook.__code__, handle))
+        _thread.start_new_thread(_interrupt_again, (hook.__code__, handle, handled))
 
     sys.unraisablehook = hook
     try:
@@ -94,16 +96,16 @@ def reraise_lost_interrupts() -> Iterator[None]:
         sys.unraisablehook = before
 
 
-def _interrupt_again(hook: CodeType, handle: object) -> None:
-    """Send SIGINT until ``handle`` has run, but not before the main thread has left the hook, which would
-    lose it too.
+def _interrupt_again(hook: CodeType, handle: object, handled: Sequence[None]) -> None:
+    """Send SIGINT until ``handle`` has run and filled ``handled``, but not before the main thread has left
+    the hook, which would lose it too. If another SIGINT has arrived in the meantime, none is sent.
     """
     time.sleep(_BEHIND_S)
     while _is_running(hook):
         time.sleep(_BEHIND_S)
     # Repeatedly: a signal that arrives just before the main thread waits for a lock does not wake it.
-    # The first one is always sent: the main thread may have installed another handler in the meantime.
-    while True:
+    # The first one is sent to any handler: the main thread may have installed another one in the meantime.
+    while not handled:
         _own.append(None)
         # interrupt_main() would not wake a main thread that waits for a lock or a socket. The signal goes to
         # the process, because that thread may block it.

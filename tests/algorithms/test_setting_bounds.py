@@ -1,6 +1,7 @@
 """Defaults and bounds of the settings of formulas: a changed default would silently change runs."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from outrider.algorithms.loss_settings import (
     migrate_algorithm_keys,
 )
 from outrider.algorithms.retrieval import RetrievalSettings
+from outrider.cli import main
 from outrider.config import Settings, validate
 from outrider.errors import ConfigError
 from outrider.training.settings import UpdateSettings
@@ -248,3 +250,33 @@ def test_no_part_of_an_algorithm_shares_a_key_with_the_objective(kind: type[Obje
         if key in ObjectiveSettings.model_fields
     }
     assert shared == set()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"clip_high": 0.28}, "Mine.clip_high is now loss.clip_high"),
+        ({"sampler_level": "token"}, "Mine.sampler_level is now sampler_correction.level"),
+        ({"loss": "gppo"}, "set loss.type = gppo"),
+        ({"sampler_correction": 2.0}, "set sampler_correction.upper = 2.0"),
+    ],
+)
+def test_a_settings_class_of_a_plug_in_with_a_flat_key_is_an_error(body: dict[str, Any], words: str) -> None:
+    """Nothing would read the key."""
+    types = {key: type(value) for key, value in body.items()}
+    with pytest.raises(TypeError, match=words):
+        type("Mine", (ObjectiveSettings,), {"__annotations__": types, "__module__": __name__, **body})
+
+
+def test_a_recipe_that_names_such_a_plug_in_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "flat_plug_in.py").write_text(
+        "import outrider as o\nclass Mine(o.Algorithm):\n    class Settings(o.ObjectiveSettings):\n"
+        "        clip_high: float = 0.3\n"
+    )
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[environment]\ntype = "house"\n[algorithm]\ntype = "flat_plug_in:Mine"\n')
+    assert main(["train", str(recipe), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "algorithm.type" in line and "Settings.clip_high is now loss.clip_high" in line

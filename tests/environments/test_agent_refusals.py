@@ -83,7 +83,7 @@ def test_a_fork_is_refused_the_same(turn: int) -> None:
 def test_a_program_without_an_answered_request_is_a_fault_with_the_reason() -> None:
     """Nothing was sampled, so no return would be right."""
     cases = {
-        '{"guided_json": {}}': "guided_json: the output of a policy in training is not constrained",
+        '{"guided_json": {}}': "guided_json: the policy's output is not constrained",
         '{"messages": [{"role": "function", "content": "a"}]}': "a message of the role 'function'",
         '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}': (
             "a part of the type 'image_url': the policy reads text"

@@ -144,7 +144,9 @@ def test_tasks_depend_on_the_content_of_files_and_not_on_their_folder(data: Path
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"solvable": true}', '{"grammar": 3, "solvable": true}', "{"])
 def test_missing_and_malformed_game_files_are_reported(tmp_path: Path, broken: str) -> None:
-    with pytest.raises(DataError, match=r"train contains no solvable ALFWorld game .*outrider data get alfworld"):
+    with pytest.raises(
+        DataError, match=r"train contains no solvable ALFWorld game .*outrider data get alfworld"
+    ):
         family(tmp_path / "nowhere").tasks("train")
     write(tmp_path / "train", "one")
     (tmp_path / "train" / "one" / "game.tw-pddl").write_text(broken)

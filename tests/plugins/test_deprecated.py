@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +37,14 @@ def test_an_old_override_of_the_step_may_call_its_base_class() -> None:
             def advantages(self, traces: list[Trace]) -> list[GroupAdvantages]:
                 return [*super().advantages(traces), "shifted"]  # type: ignore[misc]
 
-    assert Shifted(GrpoSettings()).assign_step_advantages([]) == ["shifted"]
+    with pytest.warns(FutureWarning, match="Grpo.advantages is now Grpo.assign_step_advantages"):
+        assert Shifted(GrpoSettings()).assign_step_advantages([]) == ["shifted"]
+
+
+def test_a_call_of_an_old_method_warns_at_the_line_of_the_caller() -> None:
+    with pytest.warns(FutureWarning, match="Grpo.advantages is now Grpo.assign_step_advantages") as caught:
+        assert Grpo(GrpoSettings()).advantages([]) == []  # type: ignore[attr-defined]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_the_old_key_of_a_task_choice_and_the_old_name_of_a_function_work() -> None:
@@ -143,3 +151,26 @@ def test_the_old_name_of_a_filter_is_read_with_a_warning() -> None:
     choice = TaskChoice(num_groups=1, group_filter=chosen)
     with pytest.warns(FutureWarning, match="group_filter"):
         assert choice.groups is chosen
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["from outrider.algorithms.algorithm import Algorithm"],
+        ["from outrider.tokens.calls import FoundCalls"],  # a package, whose names the import system looks up
+        ["import outrider.algorithms.algorithm as old", "old.Algorithm"],
+        ["import importlib", "importlib.import_module('outrider.algorithms.algorithm').Algorithm"],
+        ["from outrider.algorithms.base import GroupCredit"],
+        ["from outrider import write_credit"],
+        ["import outrider", "class Mine(outrider.Algorithm):", "    def credit(self, trace): ..."],
+    ],
+    ids=lambda lines: lines[-1],
+)
+def test_a_warning_has_the_line_of_the_user(lines: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "plug_in.py"
+    file.write_text("\n".join(["# a plug-in", *lines]) + "\n")
+    code = compile(file.read_text(), str(file), "exec")
+    with pytest.warns(FutureWarning, match="is now") as caught:
+        exec(code, {"__name__": "plug_in"})
+    line = 3 if lines[-1].startswith("    ") else len(lines) + 1
+    assert {(warning.filename, warning.lineno) for warning in caught} == {(str(file), line)}

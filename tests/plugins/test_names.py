@@ -170,6 +170,15 @@ def test_a_dry_run_names_a_split_without_tasks(
     assert "WARNING: the split 'test' has no tasks" in capsys.readouterr().out
     assert main([*dry, "train.num_steps=0"]) == 2
     assert "the split 'test' has no tasks to evaluate on" in capsys.readouterr().err
+    run = tmp_path / "run"
+    for more in ([], ["--adapt", "1"]):
+        evaluation = ["eval", *dry[1:2], *dry[3:], "--run", str(run), "--progress", "none", *more]
+        assert main(evaluation) == main([*evaluation, "--dry-run"]) == 2
+        errors = capsys.readouterr().err.splitlines()
+        assert errors[-1] == errors[-2] and "the split 'test' has no tasks to evaluate on" in errors[-1]
+        assert not run.exists()
+    assert main(["eval", "--tasks", f"{module}:Mine", "--model", str(model), "--run", str(run)]) == 2
+    assert "the split 'test' has no tasks to evaluate on" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_its_settings(

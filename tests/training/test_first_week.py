@@ -442,7 +442,8 @@ def test_a_class_of_another_kind_is_one_line(
 ) -> None:
     assert dry(recipe, override) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert reason in line
+    key = override.partition("=")[0]
+    assert reason in line and (f" {key}.type: " in line or f" {key}: " in line or f" {key}.0: " in line)
 
 
 def test_a_tracker_needs_no_identity(recipe: Path, tmp_path: Path) -> None:

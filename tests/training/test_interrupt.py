@@ -257,6 +257,28 @@ def test_an_interruption_is_not_lost_twice(
     assert capsys.readouterr().err == "outrider: interrupted\n"
 
 
+def test_a_repeated_signal_in_place_of_a_lost_one_is_not_repeated_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`timeout` signals its child twice. A third interruption would end the clean-up of the second."""
+    monkeypatch.setattr("outrider.signals._BEHIND_S", 0.1)
+    cleaned_up: list[bool] = []
+
+    def command(*_: object) -> int:
+        lost = Lost()
+        del lost
+        try:
+            press()
+            return 0
+        finally:
+            time.sleep(0.3)
+            cleaned_up.append(True)
+
+    monkeypatch.setattr(viewing, "_report", command)
+    assert cli.main(["report", "r"]) == 130
+    assert capsys.readouterr().err == "outrider: interrupted\n" and cleaned_up
+
+
 def test_what_else_python_forgets_is_still_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     reason: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda lost: reason.append(lost.exc_type))

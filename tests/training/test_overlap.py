@@ -224,7 +224,7 @@ def updated(traces: list[Trace], *, version: int | None, probes: list[Trace]) ->
     policy = Recorder(tiny_model(dtype=torch.float64), shift)
     return update(
         policy, traces, objective=ObjectiveSettings(), settings=CALM, reference=None,
-        gate_always=True, version=version, probes=probes,
+        always_check_mismatch=True, version=version, probes=probes,
     ).metrics  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from outrider.algorithms.loss_settings import (
     LossSettings,
     RejectionMask,
     SamplerCorrection,
+    require_new_fields,
     require_new_spelling,
 )
 from outrider.algorithms.presets import with_preset
@@ -101,6 +102,12 @@ class ObjectiveSettings(Settings):
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
     """Estimator of the KL divergence from the reference model in the loss."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Reject fields of earlier versions."""
+        super().__pydantic_init_subclass__(**kwargs)
+        require_new_fields(cls.__name__, cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod

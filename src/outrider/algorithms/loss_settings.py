@@ -160,6 +160,22 @@ _KINDS: Final[Mapping[str, type[Settings]]] = {
 }
 
 
+def require_new_fields(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise TypeError if the settings class ``name`` of a plug-in declares a flat key of an earlier version,
+    because nothing would read it.
+    """
+    for key in fields:
+        if key in _MOVED:
+            section = _MOVED[key].partition(".")[0]
+            raise TypeError(f"{name}.{key} is now {_MOVED[key]}: declare a default of {section} instead")
+    for key in ("loss", "sampler_correction"):
+        default = fields[key].default
+        if isinstance(default, str | int | float):
+            raise TypeError(
+                f"{name}.{key} is a section now: set {key}.{'type' if key == 'loss' else 'upper'} = {default}"
+            )
+
+
 def require_new_spelling(table: Mapping[str, Any]) -> None:
     """Raise ValueError for a flat key of an earlier version; the message has its new name."""
     for key in table:

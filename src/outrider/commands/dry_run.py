@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from outrider.config import require_paths
 from outrider.engines.base import find_model
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
-from outrider.errors import ConfigError, DataError, EnvironmentFault, ModelError, OutriderError
+from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed
 from outrider.types import Message, Task, ToolSchema
@@ -147,7 +147,7 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
 
 def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, FirstPrompt | None]:
     """Tasks of both splits, demonstrations, tools, and the first prompt."""
-    from outrider.training.data import read_eval_tasks, task_notes, training_tasks
+    from outrider.training.data import read_eval_tasks, require_some_tasks, task_notes, training_tasks
 
     split = settings.evaluation.split
     train = _call_plugin("the training tasks cannot be read", lambda: training_tasks(task_set, settings))
@@ -155,14 +155,13 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
         f"the tasks of the split {split} cannot be read",
         lambda: read_eval_tasks(task_set, settings.evaluation),
     )
+    require_some_tasks(train, test, settings)
     if train:
         yield f"tasks: {_format_count(train)} to train on"
     if test:
         yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
-    elif train:
-        yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
     else:
-        raise DataError(f"the split {split!r} has no tasks to evaluate on: set evaluation.split")
+        yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
     yield from task_notes(task_set, settings, train, test)[1]
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
         from outrider.training.experts import read_demonstrations

@@ -50,7 +50,8 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _export(parsed: argparse.Namespace) -> int:
     from outrider.training.export import export_run, find_checkpoint
 
-    checkpoint = export_run(parsed.run, parsed.out, checkpoint=find_checkpoint(parsed.run, parsed.checkpoint))
+    checkpoint = find_checkpoint(parsed.run, parsed.checkpoint)
+    export_run(parsed.run, parsed.out, checkpoint=checkpoint, note=print_lines)
     print_lines(f"{parsed.out}: the weights of {checkpoint}")
     return 0
 

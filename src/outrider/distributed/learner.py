@@ -170,7 +170,7 @@ class Rank:
             settings=self._settings.update,
             token_loss=token_loss,
             reference=self.reference,
-            gate_always=True,  # the engine has its own weights
+            always_check_mismatch=True,  # the engine has its own weights
             version=version,
             probes=probes,
         )

@@ -559,7 +559,7 @@ def push_run(
             license_name = hub_license if isinstance(hub_license, str) else ""
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
         folder = Path(scratch) / "model"
-        export_run(run, folder, checkpoint=checkpoint)
+        export_run(run, folder, checkpoint=checkpoint, with_prompt=False)  # it may be private
         template = folder / "chat_template.jinja"
         card = model_card(
             repo, settings, read_run(run), step=checkpoint_step(checkpoint), base=(base, license_name),

@@ -649,6 +649,8 @@ def load_tasks(settings: EvalTasksSettings, task_set: TaskSet | None) -> EvalTas
     if is_environment(settings.tasks):
         assert task_set is not None  # the settings require it
         tasks = tuple(split_tasks(task_set, settings.split)[: settings.limit])
+        if not tasks:
+            raise ConfigError(f"the split {settings.split!r} has no tasks to evaluate on: set split")
         benchmark = Benchmark(name=settings.tasks, kind="qa", scorer="em", columns=())
         eval_tasks = EvalTasks(benchmark=benchmark, tasks=tasks, panel_hash=hash_tasks(tasks))
     else:

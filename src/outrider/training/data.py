@@ -17,7 +17,7 @@ from outrider.algorithms.base import ExpertPaths, TaskChoice
 from outrider.config import Settings
 from outrider.environments.base import TaskSet, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
-from outrider.errors import DataError, OutriderError
+from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.rollout.faults import count_cut, cut_line, fault_line
 from outrider.rollout.scheduler import Rollouts, largest
 from outrider.rollout.settings import EvaluationSettings
@@ -436,6 +436,14 @@ def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence
             f"evaluation.panel is {settings.panel}, theirs is {tasks_hash} (evaluation.panel=none takes any)"
         )
     return tasks
+
+
+def require_some_tasks(train: Sequence[Task], evaluation: Sequence[Task], settings: RunSettings) -> None:
+    """Raise ConfigError for a run that neither trains nor evaluates."""
+    if not train and not evaluation:
+        raise ConfigError(
+            f"the split {settings.evaluation.split!r} has no tasks to evaluate on: set evaluation.split"
+        )
 
 
 def tasks_to_compare(

@@ -146,7 +146,7 @@ class LocalLearner:
             token_loss=algorithm.token_loss,
             reference=self.reference,
             # engines in other processes have their own weights
-            gate_always=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
+            always_check_mismatch=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
             version=version,
             probes=probes,
             on_batch=on_batch,

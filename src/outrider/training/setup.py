@@ -40,7 +40,7 @@ from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
 from outrider.training.checkpoint import STATE, checkpoints_newest_first, newest_step, require_intact
 from outrider.training.components import Components
-from outrider.training.data import read_eval_tasks, task_notes, training_tasks
+from outrider.training.data import read_eval_tasks, require_some_tasks, task_notes, training_tasks
 from outrider.training.experts import fill_buffer, read_demonstrations
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
@@ -237,6 +237,7 @@ def build(
     task_set = make_task_set(settings.environment)
     train_tasks = training_tasks(task_set, settings)
     test_tasks = read_eval_tasks(task_set, settings.evaluation)
+    require_some_tasks(train_tasks, test_tasks, settings)
     num_training_tasks, lines = task_notes(task_set, settings, train_tasks, test_tasks)
     demonstrations = None  # use experts
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None and not resumed:

@@ -129,7 +129,7 @@ class Trainer:
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
         if not checkpoints:
             self._begin()
-        elif self._resume(checkpoints):
+        elif not self._resume(checkpoints):
             return
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
@@ -168,7 +168,7 @@ class Trainer:
         self._save()
 
     def _resume(self, checkpoints: Sequence[Path]) -> bool:
-        """Continue from the newest checkpoint that can be read; return whether the run is finished."""
+        """Load the newest checkpoint that can be read. Returns False if the run is already finished."""
         settings, state = self.parts.settings, self.state
         saved = state.load_newest(checkpoints)
         is_done = state.step >= settings.train.num_steps or self._is_budget_spent()
@@ -178,7 +178,7 @@ class Trainer:
             self.progress.note(
                 f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
             )
-            return True
+            return False
         state.rewind(saved, last_label=self._last_label)
         cluster = settings.cluster
         if cluster.max_staleness and not cluster.in_flight and state.queued is None and state.step:
@@ -186,7 +186,7 @@ class Trainer:
                 f"no rollouts were ahead at step {state.step}, where this run had ended: those of the next "
                 "step come from the newest weights, unlike those of a run with more steps from the start"
             )
-        return False
+        return True
 
     def _train_step(self) -> dict[str, Field]:
         """One step: rollouts, advantages, update, record. Returns what is displayed of it."""

@@ -180,7 +180,7 @@ def update(
     settings: UpdateSettings,
     reference: Scorer | None,
     token_loss: TokenLossFn | None = None,
-    gate_always: bool = False,
+    always_check_mismatch: bool = False,
     version: int | None = None,
     probes: Sequence[Trace] = (),
     on_batch: Callable[[int], None] | None = None,
@@ -194,8 +194,8 @@ def update(
         settings: Mini-batches, epochs, and tokens of a micro-batch.
         reference: The frozen model of the KL term.
         token_loss: The algorithm's loss (None: that of ``objective``).
-        gate_always: Compare trainer and engine log-probs before every optimizer step, for an engine with its
-            own weights, which could be old; else only before the first step of the policy.
+        always_check_mismatch: Compare trainer and engine log-probs before every optimizer step, for an engine
+            with its own weights, which could be old; else only before the first step of the policy.
         version: The version of the policy's weights, if tokens may come from older ones: the log-probs of
             these do not show whether the engine is right.
         probes: Traces that are compared and not trained on.
@@ -233,7 +233,7 @@ def update(
     for _ in range(settings.num_epochs):
         for mini_batch in mini_batches:
             # The engine is checked until a step was made: a mini-batch without signal makes none.
-            running.train(mini_batch, checks_engine=gate_always or policy.num_steps == 0)
+            running.train(mini_batch, check_mismatch=always_check_mismatch or policy.num_steps == 0)
     if not mini_batches:
         running.common.add("grad/norm", 0.0)
     return running.whole_report()
@@ -339,7 +339,7 @@ class _Update:
             ),
         )
 
-    def train(self, mini_batch: _MiniBatch, *, checks_engine: bool) -> None:
+    def train(self, mini_batch: _MiniBatch, *, check_mismatch: bool) -> None:
         """One optimizer step over all micro-batches, with the denominators of the whole mini-batch."""
         policy = self.policy
         if not mini_batch.trained:
@@ -356,7 +356,7 @@ class _Update:
                 loss, is_finite = self.compute_loss(mini_batch, index, mismatches)
             # All ranks decide together before any of them leaves: the backward pass needs every rank.
             if not all(policy.ranks.gather(is_finite)):
-                if checks_engine:  # a wrong engine may be the reason
+                if check_mismatch:  # a wrong engine may be the reason
                     check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
                 policy.drop_gradients()
                 self.common.add_sum("grad/num_skipped", 1.0)
@@ -368,7 +368,7 @@ class _Update:
                 self.report.num_computed_tokens += policy.num_computed_tokens(batch)
                 self.on_batch(self.report.num_scored_tokens)
         # After the backward passes, so that nothing is scored twice; still before any weight moves.
-        if checks_engine:
+        if check_mismatch:
             check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
         norm = policy.step()
         self._end_step()

@@ -378,7 +378,7 @@ def serve(
     """
     is_own = is_loopback(host)
     token = None if is_own else secrets.token_urlsafe(24)
-    bound = _bound(host, port)
+    bound = bind(host, port)
     name = f"[{host}]" if ":" in host else host
     display_host = name if is_own or host not in ("0.0.0.0", "::") else socket.gethostname()
     address = f"http://{display_host}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
@@ -400,7 +400,8 @@ def serve(
         server.run(sockets=[bound])
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """Bind a socket. Raises ConfigError if that is not possible."""
     try:
         address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound_socket = socket.socket(address_family, socket.SOCK_STREAM)

@@ -17,7 +17,7 @@ uvicorn = pytest.importorskip("uvicorn", reason="the extra `view` is not install
 from outrider.commands.view import _comparison_page  # noqa: E402
 from outrider.viewer.answers import Catalogue  # noqa: E402
 from outrider.viewer.server import (  # noqa: E402
-    _bound,
+    bind,
     make_app,
 )
 
@@ -64,7 +64,7 @@ def serving(
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     )
-    with _bound("127.0.0.1", 0) as bound:
+    with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         while not server.started:

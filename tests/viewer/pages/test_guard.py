@@ -230,7 +230,7 @@ def test_loopback_addresses_are_recognized() -> None:
 
 
 def test_an_address_that_is_taken_is_one_line(served: Served) -> None:
-    from outrider.viewer.server import _bound
+    from outrider.viewer.server import bind
 
     with pytest.raises(ConfigError, match="cannot be bound: Address already in use"):
-        _bound("127.0.0.1", served.port)
+        bind("127.0.0.1", served.port)

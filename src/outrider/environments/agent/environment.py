@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from outrider.environments.agent.launcher import FunctionRole, load_function
 from outrider.environments.agent.programs import AgentPrograms, ProgramRunner, Report
 from outrider.environments.agent.requests import IGNORABLE, RequestError, read_json, read_request
-from outrider.environments.agent.responses import Answer
+from outrider.environments.agent.responses import Answer, call_problems, read_answer, with_call_ids
 from outrider.environments.agent.session import (
     Event,
     PendingRequest,
@@ -28,7 +28,6 @@ from outrider.environments.conversations import (
     Refusal,
     SampledTurn,
     ServedTurn,
-    before_stop,
 )
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import (
@@ -40,14 +39,12 @@ from outrider.errors import (
     UnusableReward,
 )
 from outrider.plugins.registry import is_import_path
-from outrider.tokens.call_formats import CallFormatName, find_call_error, get_call_format, read_turn_unchecked
-from outrider.tokens.tool_calls import split_thinking
-from outrider.types import Message, Step, Task, ToolCall
+from outrider.tokens.call_formats import CallFormatName, find_call_error, get_call_format
+from outrider.types import Message, Step, Task
 
 if TYPE_CHECKING:  # the server's packages are an extra
     from outrider.environments.agent.server import Gateway
 
-_SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 _MAX_EXPERT_TURNS: Final = 1000
 
 
@@ -242,37 +239,13 @@ class AgentEnvironment(ExternalAgent):
         As behind a server, the program gets every call that can be parsed, whether or not it fits a tool. If
         a call cannot be parsed, the program gets the turn as plain text.
         """
-        request, sampled_turn = self.request, self._turn
-        if sampled_turn is None or sampled_turn.kind != "drawn":
-            text = before_stop(text, request.stop)
-        elif sampled_turn.finish == "stop":  # otherwise the policy wrote no stop string
-            text = before_stop(text, request.stop, opened=len(sampled_turn.opened))
-        name = self._config.tool_calls
-        form = None if name is None else get_call_format(name)
-        turn = read_turn_unchecked(text, form, request.tools)
-        if problems := turn.problems or self._call_problems(turn.tool_calls):
-            reasoning, words, _ = split_thinking(text, form)
-            return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
-        calls = self._with_call_ids(turn.tool_calls)
-        return Message(role="assistant", content=turn.content, reasoning=turn.reasoning, tool_calls=calls)
-
-    def _with_call_ids(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """Add ids that are unique in the episode, because agents identify results by them."""
-        return tuple(
-            replace(call, call_id=f"c{self._num_turns:04d}{number:04d}") for number, call in enumerate(calls)
-        )
-
-    def _call_problems(self, calls: Sequence[ToolCall]) -> tuple[str, ...]:
-        """If the program takes a single call and gets several, it gets none: with only the first one, the
-        policy would be trained on calls that the program never saw.
-        """
-        return (_SINGLE_CALL,) if self.request.single_call and len(calls) > 1 else ()
+        return read_answer(text, self.request, self._config.tool_calls, self._turn, number=self._num_turns)
 
     def _program_message(self, message: Message) -> Message:
         """The message that the program receives. Calls that another server parsed get our ids here."""
-        form, problems = self._config.tool_calls, self._call_problems(message.tool_calls)
+        form, problems = self._config.tool_calls, call_problems(message.tool_calls, self.request)
         if form is None or not problems:
-            return replace(message, tool_calls=self._with_call_ids(message.tool_calls))
+            return replace(message, tool_calls=with_call_ids(message.tool_calls, self._num_turns))
         written = get_call_format(form).write(message.tool_calls)
         words = "\n".join(text for text in (message.content, written) if text)
         return replace(message, content=words, tool_calls=(), problems=(*message.problems, *problems))

@@ -20,6 +20,7 @@ RequestPath: TypeAlias = Literal["chat/completions", "responses"]
 CHAT: Final[RequestPath] = "chat/completions"
 RESPONSES: Final[RequestPath] = "responses"
 MAX_ANSWERS: Final = 16
+_MAX_TEMPERATURE: Final = 100.0
 _MAX_DEPTH: Final = 64  # of a tool's schema; templates and readers are recursive
 
 
@@ -54,6 +55,8 @@ class PolicyRequest:
         tool_choice: the field of this name.
         ignores_format: whether the program requested JSON, which is not enforced.
         ignored: names of the fields that have no effect.
+        temperature: the requested temperature; None for the server's own, and while the policy is trained.
+        seed: the requested seed; None as above.
     """
 
     conversation: Conversation
@@ -64,6 +67,8 @@ class PolicyRequest:
     tool_choice: Any = "auto"
     ignores_format: bool = False
     ignored: tuple[str, ...] = ()
+    temperature: float | None = None
+    seed: int | None = None
 
 
 def read_request(
@@ -73,6 +78,7 @@ def read_request(
     takes_tools: bool,
     ignores_formats: bool = False,
     ignored_fields: Collection[str] = (),
+    is_training: bool = True,
 ) -> PolicyRequest:
     """Parse the JSON body of a request.
 
@@ -82,12 +88,14 @@ def read_request(
         takes_tools: whether requests may have tools.
         ignores_formats: whether a requested output format is ignored instead of refused.
         ignored_fields: fields that are ignored instead of refused.
+        is_training: whether the request is part of a rollout. Otherwise it may set ``temperature`` and
+            ``seed``, and end with a message of the assistant, which the policy continues.
 
     Raises RequestError.
     """
     fields = _object(body, "the body")
-    ignored = _find_ignored(fields, path, accepted=ignored_fields)
-    tools, choice = _read_tools(fields, ignored, takes_tools=takes_tools)
+    ignored = _find_ignored(fields, path, accepted=ignored_fields, is_training=is_training)
+    tools, choice = _read_tools(fields, ignored, takes_tools=takes_tools, is_training=is_training)
     is_parallel = fields.get("parallel_tool_calls") is None or _flag(fields, "parallel_tool_calls")
     options = _object(fields.get("stream_options") or {}, "stream_options", param="stream_options")
     known_options = ("include_usage",) if path == CHAT else ()
@@ -107,8 +115,8 @@ def read_request(
         messages = _read_items(fields)
         max_tokens = _count(fields, "max_output_tokens")
         num_answers = 1
-    is_json = _is_json(output_format, format_name, ignores=ignores_formats)
-    if messages[-1].role == "assistant":
+    is_json = _is_json(output_format, format_name, ignores=ignores_formats, is_training=is_training)
+    if messages[-1].role == "assistant" and (is_training or messages[-1].tool_calls):
         raise RequestError(
             "the last message is the assistant's: a turn cannot be begun for the policy",
             param="messages" if path == CHAT else "input",
@@ -129,6 +137,8 @@ def read_request(
         tool_choice=choice,
         ignores_format=is_json,
         ignored=tuple(sorted({*ignored, *([format_name] if is_json else [])})),
+        temperature=None if is_training else _temperature(fields),
+        seed=None if is_training else _seed(fields),
     )
 
 
@@ -156,6 +166,24 @@ def _count(fields: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
+def _temperature(fields: Mapping[str, Any]) -> float | None:
+    value = fields.get("temperature")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_TEMPERATURE:
+        raise RequestError(
+            f"temperature must be a number from 0 to {_MAX_TEMPERATURE:g}", param="temperature"
+        )
+    return float(value)
+
+
+def _seed(fields: Mapping[str, Any]) -> int | None:
+    value = fields.get("seed")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise RequestError("seed must be a whole number", param="seed")
+    return value
+
+
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if not isinstance(value, bool | None):
@@ -170,16 +198,18 @@ def _stop(value: Any) -> tuple[str, ...]:
     return tuple(stop for stop in stops if stop)
 
 
-def _is_json(value: Any, name: str, *, ignores: bool) -> bool:
+def _is_json(value: Any, name: str, *, ignores: bool, is_training: bool) -> bool:
     """Whether a JSON answer is requested. Raises RequestError if ``ignores`` is false then."""
     kind = _object(value or {"type": "text"}, name, param=name).get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise RequestError(f"{name} {kind!r}: known are text, json_object and json_schema", param=name)
     if kind != "text" and not ignores:
+        hint = (
+            "; with environment.response_format = ignore the request is answered, and the policy has to "
+            "learn the format"
+        )
         raise RequestError(
-            f"{name} {kind!r}: the output of a policy in training is not constrained; with "
-            "environment.response_format = ignore the request is answered, and the policy has to learn the "
-            "format",
+            f"{name} {kind!r}: the policy's output is not constrained{hint if is_training else ''}",
             param=name,
             code="unsupported_parameter",
         )
@@ -190,7 +220,7 @@ def _is_json(value: Any, name: str, *, ignores: bool) -> bool:
 
 
 def _read_tools(
-    fields: Mapping[str, Any], ignored: list[str], *, takes_tools: bool
+    fields: Mapping[str, Any], ignored: list[str], *, takes_tools: bool, is_training: bool
 ) -> tuple[tuple[ToolSchema, ...], Any]:
     """The tools of a request, in the nested form or the flat one of ``/v1/responses``, and its tool_choice.
     Adds fields without effect to ``ignored``.
@@ -201,7 +231,9 @@ def _read_tools(
     if values and not takes_tools:
         raise RequestError(
             "tools: set the format of the policy's tool calls in the recipe (for example, "
-            "environment.tool_calls = hermes)",
+            "environment.tool_calls = hermes)"
+            if is_training
+            else "tools: the policy was trained without native tool calls",
             param="tools",
         )
     tools = tuple(_read_tool(value, ignored) for value in values)
@@ -585,7 +617,7 @@ def _refused(reason: str, *, is_ignorable: bool = True, **defaults: tuple[Any, .
 
 _SAMPLING: Final = "the run's settings determine sampling (algorithm and evaluation)"
 _HINT: Final = "a hint to OpenAI's models without effect on a policy"
-_FREE: Final = "the output of a policy in training is not constrained"
+_FREE: Final = "the policy's output is not constrained"
 _PROMPT: Final = "the prompt is rendered by the run's own template and variables (model.template_kwargs)"
 
 FIELDS: Final[tuple[RequestField, ...]] = (
@@ -667,11 +699,14 @@ FIELDS: Final[tuple[RequestField, ...]] = (
     *_refused("the response always follows its request directly", is_ignorable=False, background=(False,)),
 )  # fmt: skip
 
+_SERVED: Final = ("temperature", "seed")  # fields that have an effect outside of rollouts
 _FIELDS_BY_NAME: Final[Mapping[str, RequestField]] = {field.name: field for field in FIELDS}
 IGNORABLE: Final = frozenset(field.name for field in FIELDS if field.is_ignorable)
 
 
-def _find_ignored(body: Mapping[str, Any], path: RequestPath, *, accepted: Collection[str]) -> list[str]:
+def _find_ignored(
+    body: Mapping[str, Any], path: RequestPath, *, accepted: Collection[str], is_training: bool
+) -> list[str]:
     """The fields of a request without effect. Raises RequestError for a field that is refused, unless it is
     in ``accepted``.
     """
@@ -680,14 +715,14 @@ def _find_ignored(body: Mapping[str, Any], path: RequestPath, *, accepted: Colle
         known = _FIELDS_BY_NAME.get(name)
         if known is None:
             ignored += [name] if value is not None else []
-        elif known.is_default(value):
+        elif known.is_default(value) or (not is_training and name in _SERVED):
             continue
         elif known.only not in (None, path):
             raise RequestError(f"{name}: /v1/{path} has no such field", param=name)
         elif known.use == "refused" and name not in accepted:
             hint = f'; with environment.ignored_fields = ["{name}"] the request is answered without it'
             raise RequestError(
-                f"{name}: {known.reason}{hint if known.is_ignorable else ''}",
+                f"{name}: {known.reason}{hint if known.is_ignorable and is_training else ''}",
                 param=name,
                 code="unsupported_parameter",
             )

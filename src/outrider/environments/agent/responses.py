@@ -5,14 +5,22 @@ Ids are counters and times are 0, so that a program that reads them behaves the 
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from outrider.environments.agent.requests import CHAT, PolicyRequest, RequestPath
-from outrider.environments.conversations import SampledTurn, ServedTurn, token_text
-from outrider.tokens.tool_calls import THINKING_END
-from outrider.types import Message
+from outrider.environments.conversations import (
+    Conversation,
+    SampledTurn,
+    ServedTurn,
+    before_stop,
+    token_text,
+)
+from outrider.tokens.call_formats import get_call_format, read_turn_unchecked
+from outrider.tokens.tool_calls import THINKING_END, split_thinking
+from outrider.types import Message, ToolCall
 
+_SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 MODEL: Final = "policy"
 """Name of the model; requests may contain any name."""
 
@@ -34,6 +42,50 @@ class Answer:
         if self.message.tool_calls:
             return "tool_calls"
         return "stop" if not is_served or finish in ("stop", "tool_calls") else None
+
+
+def read_answer(
+    text: str,
+    request: Conversation,
+    call_format: str | None,
+    turn: SampledTurn | ServedTurn | None,
+    *,
+    number: int,
+) -> Message:
+    """Parse the text of a turn into the message that the program will receive.
+
+    Args:
+        text: the text of the turn, with the stop string that ended it.
+        request: what the turn answers; its stop strings are removed.
+        call_format: the format of native tool calls; None without them.
+        turn: data about the turn, if there are any.
+        number: the number of the turn in the conversation, which the ids of its calls contain.
+    """
+    if turn is None or turn.kind != "drawn":
+        text = before_stop(text, request.stop)
+    elif turn.finish == "stop":  # otherwise the policy wrote no stop string
+        text = before_stop(text, request.stop, opened=len(turn.opened))
+    form = None if call_format is None else get_call_format(call_format)
+    parsed = read_turn_unchecked(text, form, request.tools)
+    if problems := parsed.problems or call_problems(parsed.tool_calls, request):
+        reasoning, words, _ = split_thinking(text, form)
+        return Message(role="assistant", content=words, reasoning=reasoning, problems=problems)
+    calls = with_call_ids(parsed.tool_calls, number)
+    return Message(role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls)
+
+
+def with_call_ids(calls: Sequence[ToolCall], turn_number: int) -> tuple[ToolCall, ...]:
+    """Add ids that are unique in the conversation, because agents identify results by them."""
+    return tuple(
+        replace(call, call_id=f"c{turn_number:04d}{number:04d}") for number, call in enumerate(calls)
+    )
+
+
+def call_problems(calls: Sequence[ToolCall], request: Conversation) -> tuple[str, ...]:
+    """If the program takes a single call and gets several, it gets none: with only the first one, the
+    policy would be trained on calls that the program never saw.
+    """
+    return (_SINGLE_CALL,) if request.single_call and len(calls) > 1 else ()
 
 
 def write_response(

@@ -1,11 +1,13 @@
-"""The endpoint for agent programs: a server on loopback with a key per episode."""
+"""The endpoint for agent programs: a server on loopback with a key per episode. ``outrider serve`` uses the
+same server with one session for all clients.
+"""
 
 import asyncio
 import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -46,14 +48,22 @@ _log = logging.getLogger(__name__)
 class Gateway:
     """The server, in a thread of its own until it is closed. ``url`` is the clients' base URL."""
 
-    def __init__(self) -> None:
-        """Bind a free port of 127.0.0.1. Raises EnvironmentFault if the server does not start."""
+    def __init__(self, bound: socket.socket | None = None) -> None:
+        """Serve on a bound socket, by default on a free port of 127.0.0.1.
+
+        Raises EnvironmentFault if the server does not start.
+        """
+        self._public: Session | None = None
+        self._public_hosts: tuple[str, ...] = ()
         self._sessions: dict[str, Session] = {}
         self._endings: set[asyncio.Task[None]] = set()
         self._logged: set[str] = set()
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        if bound is None:
+            bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            bound.bind(("127.0.0.1", 0))
+        self._socket = bound
+        host, port = bound.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         app = Starlette(
             routes=[
                 Route("/v1/chat/completions", partial(self._answer, path=CHAT), methods=["POST"]),
@@ -81,11 +91,20 @@ class Gateway:
         if not self._started.wait(_START_S) or not self._thread.is_alive():
             raise EnvironmentFault("the server for agent programs did not start")
 
-    def open(self, read: Callable[[RequestPath, Any], PolicyRequest]) -> Session:
-        """Open a session with a new key, whose requests ``read`` parses."""
-        session = Session(read)
+    def open(self, read: Callable[[RequestPath, Any], PolicyRequest], *, key: str | None = None) -> Session:
+        """Open a session, whose requests ``read`` parses, with the given or a new key."""
+        session = Session(read, key=key)
         self._sessions[session.key] = session
         return session
+
+    def open_without_key(
+        self, read: Callable[[RequestPath, Any], PolicyRequest], *, hosts: Sequence[str]
+    ) -> Session:
+        """Open a session for all requests, whatever their key. Their Host header must be one of ``hosts``, so
+        that a web page cannot reach the server under a name of its own (DNS rebinding).
+        """
+        self._public, self._public_hosts = self.open(read), tuple(hosts)
+        return self._public
 
     def close_session(self, session: Session) -> None:
         """Close a session and its key; may be called twice."""
@@ -203,15 +222,19 @@ class Gateway:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(name)
                 _log.warning(
-                    "the agent program sends %s, which is ignored and counted (num_ignored_fields)",
+                    "requests contain %s, which is ignored and counted (num_ignored_fields)",
                     one_line(name)[:80],
                 )
 
     def _find_session(self, request: Request) -> Session:
+        if self._public is not None:
+            if request.url.hostname not in self._public_hosts:
+                raise RequestError("the Host header is not a name of this server", status=403)
+            return self._public
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self._sessions.get(key.strip())
         if scheme.lower() != "bearer" or session is None:
-            raise RequestError("no episode has this key", code="invalid_api_key", status=401)
+            raise RequestError("no session has this API key", code="invalid_api_key", status=401)
         return session
 
 
@@ -236,7 +259,8 @@ def _model_entry(name: str) -> dict[str, Any]:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    body = {"message": str(error), "type": "invalid_request_error", "param": error.param, "code": error.code}
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    body = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
     return JSONResponse({"error": body}, status_code=error.status)
 
 

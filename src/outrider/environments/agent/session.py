@@ -113,9 +113,9 @@ class Session:
         last_refusal: why the last request that could not be parsed was refused.
     """
 
-    def __init__(self, read: Callable[[RequestPath, Any], PolicyRequest]) -> None:
+    def __init__(self, read: Callable[[RequestPath, Any], PolicyRequest], *, key: str | None = None) -> None:
         self.read = read
-        self.key = secrets.token_urlsafe(24)
+        self.key = key or secrets.token_urlsafe(24)
         self.num_requests = 0
         self.num_unanswerable = 0
         self.num_refused = 0
@@ -154,8 +154,8 @@ class Session:
         """Add the end of the program, after everything that it sent."""
         self._events.put(event)
 
-    def next(self, timeout_s: float) -> Event:
-        """Wait for the next event. Raises queue.Empty."""
+    def next(self, timeout_s: float | None) -> Event:
+        """Wait for the next event, without a limit if ``timeout_s`` is None. Raises queue.Empty."""
         return self._events.get(timeout=timeout_s)
 
     def refuse(self, pending: PendingRequest, error: RequestError) -> None:

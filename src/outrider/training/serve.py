@@ -1,0 +1,191 @@
+"""``outrider serve``: the policy of a run behind an OpenAI-compatible endpoint, by the local engine.
+
+The server, the parsing of requests and the responses are those of the endpoint for agent programs
+(:mod:`outrider.environments.agent`).
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from outrider.engines.base import Engine, FinishReason, Generation, Request
+from outrider.engines.local.engine import make_engine
+from outrider.environments.agent.requests import PolicyRequest, RequestError, read_request
+from outrider.environments.agent.responses import Answer, read_answer
+from outrider.environments.agent.server import Gateway
+from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session
+from outrider.environments.conversations import Conversation
+from outrider.errors import ConfigError, EngineFault
+from outrider.rollout.external_agent import Unanswerable, opening_ids, sampled_turn
+from outrider.seeding import stream_seed
+from outrider.tokens import ChatRenderer
+from outrider.training.export import ConversationDefaults, find_checkpoint, read_defaults
+from outrider.training.policy import set_threads
+from outrider.training.settings import RunSettings
+from outrider.training.setup import make_policy, make_renderer
+from outrider.types import Message
+from outrider.viewer.server import bind, is_loopback
+
+_LOCAL_NAMES: Final = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyServer:
+    """Answers requests with turns of a policy, one request after another.
+
+    Attributes:
+        settings: the settings of the run.
+        engine: the engine with the policy's weights.
+        renderer: renders requests as in the training.
+        defaults: what is added to requests.
+        num_requests: number of answered requests, which determines the random stream of the next one.
+    """
+
+    settings: RunSettings
+    engine: Engine
+    renderer: ChatRenderer
+    defaults: ConversationDefaults
+    num_requests: int = 0
+
+    def serve(self, session: Session) -> None:
+        """Answer the requests of a session until it is closed."""
+        while not isinstance(event := session.next(None), ProgramFailure):
+            if isinstance(event, PendingRequest):
+                try:
+                    answers = self.respond(event.request)
+                except RequestError as error:
+                    session.refuse(event, error)
+                else:
+                    for answer in answers:
+                        event.add_answer(answer)
+
+    def respond(self, request: PolicyRequest) -> list[Answer]:
+        """Sample the answers to a request. Raises RequestError."""
+        settings, conversation = self.settings, self._with_defaults(request)
+        self.num_requests += 1
+        try:
+            context = self._context(conversation)
+        except Unanswerable as error:
+            raise RequestError(str(error), param="messages") from error
+        room = self.engine.context_length - len(context)
+        if room < 1:
+            raise RequestError(
+                f"the maximum context length is {self.engine.context_length} tokens, and the messages have "
+                f"{len(context)} tokens: send a shorter conversation",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        key = ("number", self.num_requests) if request.seed is None else ("seed", request.seed)
+        temperature = request.temperature
+        requests = [
+            Request(
+                request_id=f"{number:04d}",
+                token_ids=context,
+                max_tokens=min(room, conversation.max_tokens or settings.rollout.max_turn_tokens),
+                seed=stream_seed(settings.seed, "serve", *key, number),
+                temperature=settings.evaluation.temperature if temperature is None else temperature,
+                stop=(*self.defaults.stop, *conversation.stop),
+            )
+            for number in range(request.num_answers)
+        ]
+        try:
+            generations = self.engine.generate(requests)
+        except EngineFault as fault:
+            raise RequestError(str(fault), code="server_error", status=500) from fault
+        return [self._answer(generation, context, conversation) for generation in generations]
+
+    def _with_defaults(self, request: PolicyRequest) -> Conversation:
+        """The conversation with the run's system prompt and tools if it has none of its own."""
+        conversation = request.conversation
+        system = self.defaults.system_prompt
+        if system and conversation.messages[0].role != "system":
+            messages = (Message(role="system", content=system), *conversation.messages)
+            conversation = replace(conversation, messages=messages)
+        if not conversation.tools and request.tool_choice != "none":
+            conversation = replace(conversation, tools=self.defaults.tools)
+        return conversation
+
+    def _context(self, conversation: Conversation) -> tuple[int, ...]:
+        """The token ids before the turn. Raises Unanswerable if the chat template fails."""
+        *earlier, last = conversation.messages
+        if last.role != "assistant":
+            return opening_ids(conversation, self.renderer)
+        context = opening_ids(replace(conversation, messages=tuple(earlier)), self.renderer)
+        return (*context, *self.renderer.bridge(context, [Message(role="inline", content=last.content)]))
+
+    def _answer(self, generation: Generation, context: tuple[int, ...], conversation: Conversation) -> Answer:
+        """The response to a program: without the stop string of its request, but with that of the run, which
+        is part of the policy's turn (``</search>``).
+        """
+        is_closed = generation.finish_reason is FinishReason.EOS
+        text = self.renderer.turn_text(generation.token_ids, context=context, is_closed=is_closed)
+        turn = sampled_turn(generation, context, self.renderer)
+        call_format = self.settings.environment.call_format
+        message = read_answer(text, conversation, call_format, turn, number=self.num_requests)
+        return Answer(message=message, turn=turn)
+
+
+def serve_run(
+    run: Path,
+    settings: RunSettings,
+    *,
+    step: int | None,
+    host: str,
+    port: int,
+    api_key: str | None,
+    note: Callable[[str], None],
+) -> None:
+    """Load the weights of a checkpoint and serve them until Ctrl-C.
+
+    Raises:
+        ConfigError: if the address cannot be bound, or is not loopback and there is no ``api_key``.
+        CheckpointError: if the checkpoint does not exist.
+        ModelError: if the model cannot be loaded.
+    """
+    if api_key is None and not is_loopback(host):
+        raise ConfigError(
+            f"--host {host} is reachable from other machines: set --api-key-env NAME, the environment "
+            "variable with the key that clients must send"
+        )
+    checkpoint = find_checkpoint(run, step)
+    bound = bind(host, port)
+    try:
+        server = load_server(checkpoint, settings, note=note)
+    except BaseException:
+        bound.close()
+        raise
+    gateway = Gateway(bound)
+    try:
+        session = open_session(gateway, server, host=host, api_key=api_key)
+        note(f"serving {checkpoint} at {gateway.url} (Ctrl-C ends it)")
+        for line in server.defaults.lines():
+            note(line)
+        with suppress(KeyboardInterrupt):
+            server.serve(session)
+    finally:
+        gateway.close()
+
+
+def load_server(checkpoint: Path, settings: RunSettings, *, note: Callable[[str], None]) -> PolicyServer:
+    """Load the weights of a checkpoint. Raises ModelError and CheckpointError."""
+    model = settings.model.model_copy(update={"initial_checkpoint": str(checkpoint)})
+    set_threads(settings.num_threads, device=model.device)
+    language_model = make_policy(settings.model_copy(update={"model": model})).language_model
+    return PolicyServer(
+        settings=settings,
+        engine=make_engine(language_model, context_length=model.context_length),
+        renderer=make_renderer(language_model.tokenizer, model, settings.environment),
+        defaults=read_defaults(settings, note=note, starts_slowly=True),
+    )
+
+
+def open_session(gateway: Gateway, server: PolicyServer, *, host: str, api_key: str | None) -> Session:
+    """Open a session for all clients that know the key, or for all clients of a loopback address."""
+    takes_tools = server.settings.environment.call_format is not None
+    read = partial(read_request, takes_tools=takes_tools, is_training=False)
+    if api_key is None:
+        return gateway.open_without_key(read, hosts=(*_LOCAL_NAMES, host))
+    return gateway.open(read, key=api_key)
