@@ -213,8 +213,8 @@ def test_with_one_decision_rapo_is_grpo() -> None:
 
 @pytest.mark.slow
 def test_four_decisions_gain_more_than_two_of_the_same_rarity() -> None:
-    """As recorded (docs/algorithms/details/rapo_measured.md): a wrong turn does nothing, one rollout in 10,000 is
-    rewarded at the start.
+    """As recorded (docs/algorithms/details/rapo_measured.md): a wrong turn does nothing, one rollout in
+    10,000 is rewarded at the start.
     """
     set_threads(1)
     [equal] = [series for series in SERIES if series.name == "decisions-equal"]

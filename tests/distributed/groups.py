@@ -15,7 +15,8 @@ TEXT = Message(role="user", content="")
 VOCABULARY = 99  # of the tiny model
 _OF_THE_UPDATE = {
     "loss", "aggregation", "max_length", "kl_weight", "kl_estimator", "sampler_correction",
-    "sampler_rejection", "positive_nll", "entropy_bonus", "old_context", "student_mask", "shaping", "clip_own", "weight_cap",
+    "sampler_rejection", "positive_nll", "entropy_bonus", "old_context", "student_mask", "shaping",
+    "clip_own", "weight_cap",
 }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ class GigpoSettings(ObjectiveSettings):
     step_weight: float = Field(1.0, ge=0)
     normalization: Normalization = "none"
     anchor: Literal["state", "turn"] = "state"
+    """Turns that are compared: those that acted on the same observation, or those with the same number."""
     similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
     episode_statistics: Literal["rollouts", "turns"] = "rollouts"
     invalid_penalty: float = Field(0.0, ge=0)
