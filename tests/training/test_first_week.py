@@ -9,8 +9,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,14 +107,50 @@ def test_dry_run_describes_the_data_and_prints_a_valid_recipe(
     assert dry(recipe) == 0
     shown = capsys.readouterr().out
     for reason in (
-        "# tasks: 4, all with answers to train on", "# tasks: 2, all with answers to evaluate on",
+        "# tasks: 4 to train on, all with answers",
+        "# tasks: 2 to evaluate on (split test), all with answers",
         "# tools: multiply", f"# model: {recipe.parent / 'model'}", '"description": "Multiply two numbers."',
         "# | Five?",
     ):  # fmt: skip
         assert reason in shown
+    *_, step, run = shown.splitlines()
+    tokens = "at most 32 response tokens (8 each)"
+    assert step == f"# a step: 2 groups of 2 rollouts (4), {tokens}, 1 update of the weights"
+    assert run == "# the run: 2 steps; a checkpoint after every step"
     again = recipe.with_name("shown.toml")
     again.write_text(shown)
     assert api.run_settings(again) == api.run_settings(recipe)
+
+
+def test_dry_run_describes_the_cold_start_and_names_the_trackers(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    (recipe.parent / "demonstrations.jsonl").write_text(
+        json.dumps({"question": "One?", "reward": 1, "messages": [{"role": "assistant", "content": call}]})
+    )
+    cold_start = ["cold_start.num_examples=3", "cold_start.batch_size=2"]
+    demonstrations = "cold_start.demonstrations=demonstrations.jsonl"
+    assert dry(recipe, *cold_start, demonstrations, 'trackers=["wandb"]', "update.num_epochs=2") == 0
+    shown = capsys.readouterr().out
+    assert "# trackers: wandb" in shown
+    assert "# cold_start.demonstrations: 1 of 4 training tasks have one" in shown
+    assert "# cold start: up to 3 demonstrations, 2 updates" in shown and "2 updates of the weights" in shown
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert dry(recipe, 'trackers=["wandb"]') == 2
+    assert "pip install 'outrider[wandb]'" in capsys.readouterr().err
+
+
+def test_dry_run_reads_the_demonstrations_of_the_algorithm(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe.parent / "demonstrations.jsonl").write_text('{"question": "One?", "message": [], "reward": 1}\n')
+    luffy = 'algorithm={type="luffy",group_size=2,demonstrations="demonstrations.jsonl"}'
+    assert dry(recipe, luffy) == 2
+    assert "demonstrations.jsonl:1: no column 'messages'" in capsys.readouterr().err
 
 
 BROKEN = {
