@@ -21,8 +21,10 @@ from outrider import api
 from outrider.cli import main
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.environment import ToolsConfig, system_prompt
-from outrider.errors import ConfigError, DataError
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.evaluation.packs import copy_checkpoints
 from outrider.training.data import kind_of_tasks, num_training_tasks, repetition_lines
+from outrider.training.export import export_run
 from outrider.types import Task
 from outrider.viewer.answers import Catalogue
 from outrider.viewer.run_reader import read_alarms
@@ -358,6 +360,50 @@ def test_an_evaluation_has_the_step_of_its_checkpoint(
     )
     found = run.evaluations().to_pylist()
     assert [(one["step"], one["label"]) for one in found] == [(1, "of one/checkpoints/step-000001")]
+
+
+def test_an_evaluation_names_its_weights_instead_of_a_copy(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "copy" / "checkpoints" / "step-000001"
+    shutil.copytree(done, tmp_path / "copy")
+    run = tmp_path / "eval"
+    evaluate = ["eval", str(done / "config.toml"), "--progress", "plain"]
+    assert main([*evaluate, "--run", str(run), "--checkpoint", str(weights)]) == 0
+    assert not list(run.rglob("*.safetensors"))
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    # everything that reads weights follows the path
+    again = tmp_path / "again"
+    checkpoint = run / "checkpoints" / "step-000000"
+    assert main([*evaluate, "--run", str(again), "--checkpoint", str(checkpoint)]) == 0
+    exported = []
+    for source in (again, tmp_path / "copy"):
+        export_run(source, source / "exported")
+        exported.append((source / "exported" / "model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+    copy_checkpoints(tmp_path / "pack", {"eval": run})
+    [packed] = (tmp_path / "pack").rglob("*.safetensors")
+    assert packed.read_bytes() == (weights / "masters.safetensors").read_bytes()
+    # weights that are gone or have changed
+    masters = weights / "masters.safetensors"
+    masters.write_bytes(masters.read_bytes()[:-1] + b"\0")
+    with pytest.raises(CheckpointError, match="which have changed since"):
+        export_run(run, tmp_path / "changed")
+    masters.unlink()
+    with pytest.raises(CheckpointError, match="put them back"):
+        export_run(run, tmp_path / "gone")
+
+
+def test_an_evaluation_of_a_model_has_no_copy_of_it(done: Path, tmp_path: Path) -> None:
+    run = outrider.evaluate(done / "config.toml", run=tmp_path / "eval")
+    assert not list(run.path.rglob("*.safetensors"))
+    export_run(run.path, tmp_path / "exported")
+    export_run(done, tmp_path / "start", checkpoint=done / "checkpoints" / "step-000000")
+    exported, start = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("exported", "start"))
+    assert exported == start
 
 
 @pytest.mark.long

@@ -211,7 +211,9 @@ class BranchHook(StatelessHook):
             return None
         written = [node for _, path in trace.rollouts() for node in path if node.trainable]
         if not written:
-            return self.settings.num_first(self.group_size)  # an infrastructure fault: no entropies to base N on
+            return self.settings.num_first(
+                self.group_size
+            )  # an infrastructure fault: no entropies to base N on
         after_tools = written[1:] or written
         tools = sum(self._entropy(node) for node in after_tools) / len(after_tools)
         return first_wave_budget(

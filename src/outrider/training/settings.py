@@ -369,6 +369,11 @@ class RunSettings(Settings):
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 
     @property
+    def trains(self) -> bool:
+        """Whether the run changes weights, in a cold start or in steps; if not, it only evaluates."""
+        return bool(self.train.num_steps or self.cold_start.num_examples)
+
+    @property
     def unread_sections(self) -> frozenset[str]:
         """Sections with input paths that this run does not read."""
         unread = set() if self.cold_start.num_examples else {"cold_start"}
@@ -380,7 +385,7 @@ class RunSettings(Settings):
     def _validate(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
-        if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
+        if not (self.trains or self.evaluation.at_start):
             raise ValueError(
                 "nothing to do: no training step, no cold start, and evaluation.at_start = false"
             )

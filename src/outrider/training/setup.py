@@ -36,7 +36,13 @@ from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
-from outrider.training.checkpoint import STATE, checkpoints_newest_first, newest_step, require_intact
+from outrider.training.checkpoint import (
+    STATE,
+    checkpoints_newest_first,
+    find_weights,
+    newest_step,
+    require_intact,
+)
 from outrider.training.components import Components
 from outrider.training.data import read_eval_tasks, task_notes, training_tasks
 from outrider.training.experts import fill_buffer, read_demonstrations
@@ -322,6 +328,9 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Load the weights of a checkpoint without its optimizer state. Raises CheckpointError."""
+    if (source := find_weights(checkpoint)) is None:
+        return  # an evaluation of the model itself, whose weights the policy has
+    checkpoint = source
     files = [name for name in tensor_files(checkpoint) if name != OPTIMIZER]
     if not any((checkpoint / name).is_file() for name in (*files, STATE)):
         if checkpoints := checkpoints_newest_first(checkpoint / "checkpoints"):

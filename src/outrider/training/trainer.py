@@ -386,7 +386,7 @@ class Trainer:
         # An earlier version may have written the path in another way.
         labels = [str(entry["label"]) for entry in self.run.finished_evaluations()]
         label = next((entry for entry in labels if entry.startswith("of ")), f"of {shown_path(folder)}")
-        if settings.train.num_steps or settings.cold_start.num_examples:
+        if settings.trains:
             self._evaluate(label, tracker_step=before)
         else:
             self._evaluate(label, step=checkpoint_step_or_none(folder))
