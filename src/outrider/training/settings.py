@@ -13,6 +13,7 @@ from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.settings import EvaluationSettings, Limits
+from outrider.viewer.trackers import TrackingSettings
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer except the projection onto the vocabulary."""
@@ -343,6 +344,7 @@ class RunSettings(Settings):
     update: UpdateSettings = UpdateSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     trackers: tuple[TrackerName, ...] = ()
+    tracking: TrackingSettings = TrackingSettings()
     cluster: ClusterSettings = ClusterSettings()
 
     @property

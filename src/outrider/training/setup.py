@@ -177,6 +177,7 @@ def _set_up(
     trackers = make_trackers(
         settings.trackers,
         run_dir=run.path,
+        tracking=settings.tracking,
         config=settings.model_dump(mode="json"),
         newest_step=newest,
         first_step=-settings.cold_start.max_steps,

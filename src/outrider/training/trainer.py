@@ -340,6 +340,7 @@ class Trainer:
         state.files.write_step(parts, sampled.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
+        self.trackers.log_rollouts(state.step, sampled.traces)
         self._note_lines(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=sampled.fault_reasons)
         )
@@ -431,7 +432,9 @@ class Trainer:
             tasks_hash=hash_tasks(parts.test_tasks),
             num_training_tasks=parts.num_training_tasks,
         )
-        self.trackers.log(step if tracker_step is None else tracker_step, values)
+        tracker_step = step if tracker_step is None else tracker_step
+        self.trackers.log(tracker_step, values)
+        self.trackers.log_rollouts(tracker_step, traces, label=label)
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
         self.progress.note(
             f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
