@@ -138,9 +138,7 @@ class TensorboardTracker(_BuiltinTracker):
         blocks = []
         for row in rows:
             text = "\n".join(f"{key}: {value}" for key, value in zip(columns, row, strict=True))
-            blocks.append(
-                indent(text, "    ", lambda line: True)
-            )  # shown as it is
+            blocks.append(indent(text, "    ", lambda line: True))  # shown as it is
         self._writer.add_text(name, "\n\n---\n\n".join(blocks), global_step=step)
 
     def close(self) -> None:
