@@ -76,12 +76,13 @@ def test_an_unknown_key_names_the_type_that_has_it(path: str, sections: dict[str
 
 @pytest.mark.parametrize("name", ["arpo", "aepo"])
 def test_a_first_wave_larger_than_the_group_names_the_keys_to_set(name: str) -> None:
-    message = refusal({**BASE, "algorithm": {"type": name, "group_size": 4}})
+    message = refusal({**BASE, "algorithm": {"type": name, "group_size": 4, "first_wave": 8}})
     assert "set algorithm.first_wave to at most 4, or algorithm.group_size to at least 8" in message
 
 
 def test_a_branch_larger_than_the_group_names_the_keys_to_set() -> None:
-    message = refusal({**BASE, "algorithm": {"type": "combined", "group_size": 4, "branch": {}}})
+    branch = {"first_wave": 8}
+    message = refusal({**BASE, "algorithm": {"type": "combined", "group_size": 4, "branch": branch}})
     assert "set algorithm.branch.first_wave to at most 4, or algorithm.group_size to at least 8" in message
 
 

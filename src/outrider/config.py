@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import re
 import shutil
 import tomllib
@@ -111,7 +112,7 @@ def no_such_file(path: Path, folders: Sequence[Path]) -> str:
     """Format the error for a path that does not exist."""
     if path.is_absolute():
         return f"{path}: no such file or folder"
-    searched = " and ".join(dict.fromkeys(str(folder.absolute()) for folder in (*folders, Path.cwd())))
+    searched = " and ".join(dict.fromkeys(os.path.abspath(folder) for folder in (*folders, Path.cwd())))
     return f"{path}: no such file or folder (searched: {searched})"
 
 

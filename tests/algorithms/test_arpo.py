@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.entropy_branching import (
     BranchHook,
+    BranchSettings,
     branch_probability,
     branches,
     entropy_advantage_factors,
@@ -206,9 +207,18 @@ def test_combinations_without_meaning_are_errors() -> None:
     with pytest.raises(ConfigError, match="positive_nll"):
         validate(ArpoSettings, {"attribution": "hard", "positive_nll": 0.1})
     with pytest.raises(ConfigError, match="no room for forks"):
-        validate(RapoSettings, {"branch": {}})
+        validate(RapoSettings, {"branch": {"first_wave": 8}})
     with pytest.raises(ConfigError, match="exceeds group_size"):
-        validate(ArpoSettings, {"group_size": 4})
+        validate(ArpoSettings, {"group_size": 4, "first_wave": 8})
+
+
+@pytest.mark.parametrize(("group_size", "num_first"), [(2, 1), (7, 3), (16, 8)])
+def test_the_first_wave_is_half_of_the_group_unless_it_is_set(group_size: int, num_first: int) -> None:
+    hook = Arpo(validate(ArpoSettings, {"group_size": group_size}), vocabulary_size=V).hooks[0]
+    assert hook.first_wave == num_first
+    broken = BranchHook(BranchSettings(pre_monitor=True), group_size=group_size, vocabulary_size=V)
+    assert broken.budget(group_of_one([])) == num_first
+    validate(RapoSettings, {"group_size": 8, "num_hybrid": 2, "branch": {}})
 
 
 def test_the_threshold_rule_of_the_paper_forks_iff_entropy_rose() -> None:
@@ -338,7 +348,7 @@ def test_the_entropies_of_the_first_rollout_determine_the_first_wave() -> None:
         assert probing.budget(trace) == expected
     assert probing.first_wave == 1
     broken = group_of_one([])
-    assert probing.budget(broken) == probing.settings.first_wave
+    assert probing.budget(broken) == 8  # half of the group
     assert hook().budget(broken) is None and hook(first_wave=5).first_wave == 5
 
 

@@ -52,7 +52,7 @@ DEFAULTS: dict[type[Settings], dict[str, Any]] = {
     OffPolicyObjective: OBJECTIVE | {
         "old_context": "acting", "student_mask": "token", "min_probability": math.exp(-5.0)},
     BranchSettings: {
-        "first_wave": 8, "num_children": 1, "window": 20, "base_probability": 0.5, "entropy_weight": 0.2,
+        "first_wave": None, "num_children": 1, "window": 20, "base_probability": 0.5, "entropy_weight": 0.2,
         "decision": "bernoulli", "threshold": 0.5, "source": "after_result", "reduce": "mean",
         "normalizer": "log_vocabulary", "attribution": "soft", "pre_monitor": False, "branch_penalty": 0.0,
         "penalty_scope": "lineage",

@@ -347,6 +347,29 @@ def test_a_missing_reward_is_named_with_the_columns(tmp_path: Path) -> None:
         import_trajectories(tmp_path / "a.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("record", "suggestion"),
+    [
+        ({"messages": [USER, END], "Rewards": 1}, "if 'Rewards' contains it, rename it to 'reward'"),
+        ({"messages": [USER, END], "score": 1}, "if 'score' contains it, rename it to 'reward'"),
+        ({"message": [USER, END], "reward": 1}, "if 'message' contains it, rename it to 'messages'"),
+        ({"trajectory": [USER, END], "reward": 1}, "if 'trajectory' contains it, rename it to 'messages'"),
+        (
+            {"prompt": "q?", "response": "a", "reward": 1},
+            "if 'response' contains it, rename it to 'completion'",
+        ),
+        ({"messages": [END], "instruction": "q?", "reward": 1}, "if 'instruction' contains it, rename it to"),
+        ({"messages": [USER, END], "notes": 1}, "has the columns messages, notes$"),
+    ],
+)
+def test_a_missing_column_comes_with_a_suggestion(
+    record: dict[str, Any], suggestion: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError, match=suggestion):
+        import_trajectories(tmp_path / "a.jsonl")
+
+
 CHAT = [
     USER,
     {"role": "assistant", "content": None, "reasoning": "Better ask.", "tool_calls": [call()]},

@@ -138,6 +138,20 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 REASONING = str(RECIPES / "tool-reasoning.toml")
 
 
+@pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.toml")))
+def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip(
+        "gymnasium", reason="a recipe names a class that needs it"
+    ) if "gym" in recipe else None
+    plan = planned(capsys, str(RECIPES / recipe))
+    assert 0 < plan["trained_parameters"] <= plan["model"]["num_parameters"] and plan["tokens_per_step"] > 0
+    adapted = planned(
+        capsys, str(RECIPES / recipe), "model.trained_layers=none", "model.lora={rank=4}", "--device", "H100"
+    )
+    assert adapted["trained_parameters"] < plan["trained_parameters"]
+    assert adapted["fits"]
+
+
 def test_vllm_uses_its_share_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     seven = (REASONING, "--model", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "8")
     default, half, tiny = (

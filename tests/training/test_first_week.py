@@ -9,8 +9,9 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,10 @@ from outrider import api
 from outrider.cli import main
 from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.environment import ToolsConfig, system_prompt
-from outrider.errors import ConfigError, DataError
+from outrider.errors import CheckpointError, ConfigError, DataError
+from outrider.evaluation.packs import copy_checkpoints
 from outrider.training.data import kind_of_tasks, num_training_tasks, repetition_lines
+from outrider.training.export import export_run
 from outrider.types import Task
 from outrider.viewer.answers import Catalogue
 from outrider.viewer.run_reader import read_alarms
@@ -106,14 +109,50 @@ def test_dry_run_describes_the_data_and_prints_a_valid_recipe(
     assert dry(recipe) == 0
     shown = capsys.readouterr().out
     for reason in (
-        "# tasks: 4, all with answers to train on", "# tasks: 2, all with answers to evaluate on",
+        "# tasks: 4 to train on, all with answers",
+        "# tasks: 2 to evaluate on (split test), all with answers",
         "# tools: multiply", f"# model: {recipe.parent / 'model'}", '"description": "Multiply two numbers."',
         "# | Five?",
     ):  # fmt: skip
         assert reason in shown
+    *_, step, run = shown.splitlines()
+    tokens = "at most 32 response tokens (8 each)"
+    assert step == f"# a step: 2 groups of 2 rollouts (4), {tokens}, 1 update of the weights"
+    assert run == "# the run: 2 steps; a checkpoint after every step"
     again = recipe.with_name("shown.toml")
     again.write_text(shown)
     assert api.run_settings(again) == api.run_settings(recipe)
+
+
+def test_dry_run_describes_the_cold_start_and_names_the_trackers(
+    recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    (recipe.parent / "demonstrations.jsonl").write_text(
+        json.dumps({"question": "One?", "reward": 1, "messages": [{"role": "assistant", "content": call}]})
+    )
+    cold_start = ["cold_start.num_examples=3", "cold_start.batch_size=2"]
+    demonstrations = "cold_start.demonstrations=demonstrations.jsonl"
+    assert dry(recipe, *cold_start, demonstrations, 'trackers=["wandb"]', "update.num_epochs=2") == 0
+    shown = capsys.readouterr().out
+    assert "# trackers: wandb" in shown
+    assert "# cold_start.demonstrations: 1 of 4 training tasks have one" in shown
+    assert "# cold start: up to 3 demonstrations, 2 updates" in shown and "2 updates of the weights" in shown
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert dry(recipe, 'trackers=["wandb"]') == 2
+    assert "pip install 'outrider[wandb]'" in capsys.readouterr().err
+
+
+def test_dry_run_reads_the_demonstrations_of_the_algorithm(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe.parent / "demonstrations.jsonl").write_text('{"question": "One?", "message": [], "reward": 1}\n')
+    luffy = 'algorithm={type="luffy",group_size=2,demonstrations="demonstrations.jsonl"}'
+    assert dry(recipe, luffy) == 2
+    assert "demonstrations.jsonl:1: no column 'messages'" in capsys.readouterr().err
 
 
 BROKEN = {
@@ -321,6 +360,50 @@ def test_an_evaluation_has_the_step_of_its_checkpoint(
     )
     found = run.evaluations().to_pylist()
     assert [(one["step"], one["label"]) for one in found] == [(1, "of one/checkpoints/step-000001")]
+
+
+def test_an_evaluation_names_its_weights_instead_of_a_copy(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weights = tmp_path / "copy" / "checkpoints" / "step-000001"
+    shutil.copytree(done, tmp_path / "copy")
+    run = tmp_path / "eval"
+    evaluate = ["eval", str(done / "config.toml"), "--progress", "plain"]
+    assert main([*evaluate, "--run", str(run), "--checkpoint", str(weights)]) == 0
+    assert not list(run.rglob("*.safetensors"))
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert "this run is finished" in capsys.readouterr().out
+    # everything that reads weights follows the path
+    again = tmp_path / "again"
+    checkpoint = run / "checkpoints" / "step-000000"
+    assert main([*evaluate, "--run", str(again), "--checkpoint", str(checkpoint)]) == 0
+    exported = []
+    for source in (again, tmp_path / "copy"):
+        export_run(source, source / "exported")
+        exported.append((source / "exported" / "model.safetensors").read_bytes())
+    assert exported[0] == exported[1]
+    copy_checkpoints(tmp_path / "pack", {"eval": run})
+    [packed] = (tmp_path / "pack").rglob("*.safetensors")
+    assert packed.read_bytes() == (weights / "masters.safetensors").read_bytes()
+    # weights that are gone or have changed
+    masters = weights / "masters.safetensors"
+    masters.write_bytes(masters.read_bytes()[:-1] + b"\0")
+    with pytest.raises(CheckpointError, match="which have changed since"):
+        export_run(run, tmp_path / "changed")
+    masters.unlink()
+    with pytest.raises(CheckpointError, match="put them back"):
+        export_run(run, tmp_path / "gone")
+
+
+def test_an_evaluation_of_a_model_has_no_copy_of_it(done: Path, tmp_path: Path) -> None:
+    run = outrider.evaluate(done / "config.toml", run=tmp_path / "eval")
+    assert not list(run.path.rglob("*.safetensors"))
+    export_run(run.path, tmp_path / "exported")
+    export_run(done, tmp_path / "start", checkpoint=done / "checkpoints" / "step-000000")
+    exported, start = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("exported", "start"))
+    assert exported == start
 
 
 @pytest.mark.long

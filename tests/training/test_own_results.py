@@ -92,10 +92,16 @@ class Spy:
     """A tracker that keeps what it gets."""
 
     seen: ClassVar[list[tuple[int, dict[str, float]]]] = []
+    tables: ClassVar[list[tuple[int, str, list[tuple[Any, ...]]]]] = []
     identity: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         Spy.seen.append((step, dict(metrics)))
+
+    def log_table(
+        self, step: int, name: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]
+    ) -> None:
+        Spy.tables.append((step, name, list(rows)))
 
     def close(self) -> None:
         pass
@@ -191,8 +197,14 @@ def test_what_is_no_task_is_named(
 
 def test_metrics_and_graded_returns_are_in_records_trackers_and_lines(model: Path, tmp_path: Path) -> None:
     Spy.seen.clear()
-    given = recipe(model, environment={"kind": "half"}, trackers=[f"{HERE}:Spy"])
+    Spy.tables.clear()
+    tracking = {"num_rollouts": 1}
+    given = recipe(model, environment={"kind": "half"}, trackers=[f"{HERE}:Spy"], tracking=tracking)
     outrider.train(given, run=tmp_path / "run")
+    shape = [(step, name, len(rows), rows[0][0], rows[0][4]) for step, name, rows in Spy.tables]
+    assert shape == [
+        (1, "rollouts/train", 1, "training", 0.5), (1, "rollouts/eval", 2, "after GRPO", 0.5)
+    ]  # fmt: skip
     wanted = {"num_words": 3.0, "a_b__c_": 2.0, "a_b__c__2": 4.0}
     for row in (*records(tmp_path / "run", "train"), *records(tmp_path / "run", "eval")):
         found = {name.rpartition("/")[2]: value for name, value in row.items() if "environment/" in name}

@@ -12,7 +12,9 @@ import pytest
 
 from outrider.errors import ConfigError
 from outrider.plugins.registry import BUILT_IN
-from outrider.viewer.trackers import TrackerSet, make_trackers
+from outrider.trace import Leaf, Trace
+from outrider.types import Message, Origin, Outcome, Task, ToolCall
+from outrider.viewer.trackers import COLUMNS, TrackerSet, TrackingSettings, make_trackers
 
 TRACKER_NAMES = tuple(BUILT_IN["trackers"])
 
@@ -93,7 +95,7 @@ class FakeService:
         run = types.SimpleNamespace(
             **{
                 name: record(name)
-                for name in ("log", "finish", "define_metric", "add_scalar", "flush", "close")
+                for name in ("log", "finish", "define_metric", "add_scalar", "add_text", "flush", "close")
             },
             **self.run,
         )
@@ -101,6 +103,7 @@ class FakeService:
             fake = types.ModuleType(module)
             fake.init = record(f"{module}.init")  # type: ignore[attr-defined]
             fake.SummaryWriter = record("SummaryWriter")  # type: ignore[attr-defined]
+            fake.Table = lambda **table: table  # type: ignore[attr-defined]
             monkeypatch.setitem(sys.modules, module, fake)
 
 
@@ -126,6 +129,76 @@ def test_each_tracker_gets_the_values_at_its_step(tmp_path: Path, monkeypatch: p
     assert not {"id", "resume"} & inits["wandb.init"].keys()
     assert next(kwargs for name, _, kwargs in calls if name == "SummaryWriter").keys() == {"logdir"}
     assert sum(trackers.num_failures.values()) == 0
+
+
+def test_the_names_of_a_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    service.install(monkeypatch)
+    tracking = TrackingSettings(project="desk", entity="us", group="seeds", name="first", tags=("a", "b"))
+    make_trackers(["wandb", "trackio"], run_dir=tmp_path, tracking=tracking, config={})
+    inits = {name: kwargs for name, _, kwargs in service.calls if name.endswith(".init")}
+    names = {"project": "desk", "name": "first", "group": "seeds"}
+    assert inits["wandb.init"].items() >= {**names, "entity": "us"}.items()
+    assert inits["wandb.init"]["tags"] == ["a", "b"]
+    assert inits["trackio.init"].items() >= names.items()
+    assert not {"entity", "tags"} & inits["trackio.init"].keys()
+
+
+def group(question: str, *, outcome: Outcome = Outcome.FINISHED) -> Trace:
+    trace = Trace(task=Task(key=f"key of {question}", question=question))
+    prompt = Message(role="user", content=question)
+    node = trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=prompt)
+    call = ToolCall(name="add", arguments={"a": 1}, call_id="1")
+    answer = Message(role="assistant", content="Three.", tool_calls=(call,))
+    node = trace.append(
+        parent=node.node_id, origin=Origin.POLICY, token_ids=(2,), message=answer, logprobs=(-0.5,),
+        entropies=(0.5,),
+    )  # fmt: skip
+    lost = outcome.is_fault
+    trace.finish(
+        Leaf(
+            node_id=None if lost else node.node_id, rollout=0, outcome=outcome,
+            episode_return=None if lost else 1.0, success=not lost,
+        )
+    )  # fmt: skip
+    return trace
+
+
+def test_sample_rollouts_are_tables_of_every_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    service.install(monkeypatch)
+    monkeypatch.setitem(
+        sys.modules, "pandas", types.SimpleNamespace(DataFrame=lambda rows, columns: (columns, rows))
+    )
+    tracking = TrackingSettings(num_rollouts=2, rollouts_every=5)
+    trackers = make_trackers(TRACKER_NAMES, run_dir=tmp_path, tracking=tracking, config={})
+    traces = [group("1+2?"), group("lost", outcome=Outcome.ENGINE_FAULT), group("third")]
+    for step in (1, 2, 6):
+        trackers.log_rollouts(step, traces)
+    row = ["training", "key of 1+2?", "1+2?", '[user] 1+2?\n[assistant] Three.\nadd({"a": 1})', 1.0, True]
+    row.append("finished")
+    table = {"columns": list(COLUMNS), "data": [row]}
+    calls = service.calls
+    logged = [args[0] for name, args, _ in calls if name == "log" and "outrider_step" in args[0]]
+    assert logged == [{"outrider_step": step, "rollouts/train": table} for step in (1, 6)]
+    frames = [args[0]["rollouts/train"] for name, args, kwargs in calls if name == "log" and "step" in kwargs]
+    assert frames == [{"dataframe": (list(COLUMNS), [row])}] * 2
+    [text, _] = [args for name, args, _ in calls if name == "add_text"]
+    assert text[0] == "rollouts/train" and "    return: 1.0\n" in text[1] and "[assistant] Three." in text[1]
+    trackers.log_rollouts(3, traces, label="step 3")
+    [_, _, evaluation] = [args[0] for name, args, _ in calls if name == "log" and "outrider_step" in args[0]]
+    assert [row[:2] for row in evaluation["rollouts/eval"]["data"]] == [
+        ["step 3", "key of 1+2?"],
+        ["step 3", "key of third"],
+    ]
+    assert sum(trackers.num_failures.values()) == 0
+
+
+def test_a_tracker_without_tables_gets_none() -> None:
+    tracker = Recorder()
+    trackers = TrackerSet({"own": tracker})
+    trackers.log_rollouts(1, [group("1+2?")])
+    assert trackers.active == ("own",) and not tracker.seen
 
 
 def test_a_resumed_run_goes_on_in_the_trackers_own_runs(

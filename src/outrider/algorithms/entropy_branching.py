@@ -109,8 +109,8 @@ def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float
 
 
 class BranchSettings(Settings):
-    """When rollouts fork. ``first_wave`` N rollouts begin at the prompt; ``num_children`` Z draws are made at
-    a fork point.
+    """When rollouts fork. ``first_wave`` N rollouts begin at the prompt (None: half of the group);
+    ``num_children`` Z draws are made at a fork point.
 
     ``base_probability`` p, ``entropy_weight`` w, ``threshold`` tau and ``window`` k as in the papers.
     ``source``: the entropy after the tool result or, as in the released code, of the turn with the call.
@@ -118,7 +118,7 @@ class BranchSettings(Settings):
     of a shared token.
     """
 
-    first_wave: int = Field(8, ge=1)
+    first_wave: int | None = Field(None, ge=1)
     num_children: int = Field(1, ge=1)
     window: int = Field(20, ge=1)
     base_probability: float = Field(0.5, ge=0, le=1)
@@ -139,6 +139,10 @@ class BranchSettings(Settings):
     """Reduction of the fork probability per consecutive step that forked (AEPO; 0: none)."""
     penalty_scope: Literal["lineage", "prompt"] = "lineage"
     """Consecutive forks are counted along one rollout (``lineage``) or over all rollouts of a prompt."""
+
+    def num_first(self, group_size: int) -> int:
+        """Return N for a group of this size."""
+        return self.first_wave or max(1, group_size // 2)
 
 
 def require_countable(objective: ObjectiveSettings, attribution: Attribution) -> None:
@@ -175,7 +179,7 @@ class BranchHook(StatelessHook):
         self.vocabulary_size = vocabulary_size
         # Moves of a simulator are not tool calls, but every one of them was executed.
         self.every_action = every_action
-        self.first_wave = 1 if settings.pre_monitor else settings.first_wave
+        self.first_wave = 1 if settings.pre_monitor else settings.num_first(group_size)
         self.streak_scope = settings.penalty_scope
 
     def num_forks(self, state: EpisodeState) -> int | None:
@@ -214,7 +218,9 @@ class BranchHook(StatelessHook):
             return None
         written = [node for _, path in trace.rollouts() for node in path if node.trainable]
         if not written:
-            return self.settings.first_wave  # an infrastructure fault: no entropies to base N on
+            return self.settings.num_first(
+                self.group_size
+            )  # an infrastructure fault: no entropies to base N on
         after_tools = written[1:] or written
         tools = sum(self._entropy(node) for node in after_tools) / len(after_tools)
         return first_wave_budget(

@@ -129,7 +129,7 @@ class ExplorationSettings(ObjectiveSettings):
         return self
 
     def _check_first_wave(self, branch: BranchSettings) -> None:
-        if branch.first_wave > self.group_size:
+        if branch.first_wave is not None and branch.first_wave > self.group_size:
             key = f"algorithm.{self._section('branch')}first_wave"
             raise ValueError(
                 f"{key} {branch.first_wave} exceeds group_size {self.group_size}: set {key} to at most "
@@ -258,9 +258,9 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
         return Parts(retrieval=self.retrieval, reward=self, branch=self.branch)
 
     def _check_first_wave(self, branch: BranchSettings) -> None:
-        if branch.first_wave >= self.group_size and not branch.pre_monitor:
+        if branch.num_first(self.group_size) >= self.group_size and not branch.pre_monitor:
             raise ValueError(
-                f"branch.first_wave {branch.first_wave} leaves no room for forks "
+                f"branch.first_wave {branch.num_first(self.group_size)} leaves no room for forks "
                 f"in group_size {self.group_size}"
             )
 

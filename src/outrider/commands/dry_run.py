@@ -1,5 +1,6 @@
 """What ``--dry-run`` checks beside the settings: files, tasks, tools, trackers and the model. It plays no
-rollout, downloads and writes nothing, and starts no simulator and no program of an agent.
+rollout, downloads and writes nothing, and starts no simulator and no program of an agent. The last lines
+describe the work of a step.
 """
 
 import logging
@@ -104,7 +105,7 @@ def check_run(settings: "RunSettings") -> list[str]:
     would fail.
     """
     try:
-        return list(_checks(settings))
+        return [*_checks(settings), *work_lines(settings)]
     except ConfigError:
         raise
     except OutriderError as error:
@@ -117,6 +118,8 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
     require_experts(settings)
     require_paths(settings, search_folders())
     require_installed(settings.trackers)
+    if settings.trackers:
+        yield f"trackers: {', '.join(settings.trackers)}"
     model_source, folder = find_model(settings.model.name)
     if not settings.environment.starts_quickly:
         yield (
@@ -157,18 +160,22 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
     )
     require_some_tasks(train, test, settings)
     if train:
-        yield f"tasks: {_format_count(train)} to train on"
+        yield f"tasks: {len(train)} to train on{_format_answers(train)}"
     if test:
-        yield f"tasks: {_format_count(test)} to evaluate on (split {split})"
+        yield f"tasks: {len(test)} to evaluate on (split {split}){_format_answers(test)}"
     else:
         yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
     yield from task_notes(task_set, settings, train, test)[1]
-    if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None:
-        from outrider.training.experts import read_demonstrations
+    files = {"algorithm.demonstrations": getattr(settings.algorithm, "demonstrations", None)}
+    if settings.cold_start.num_examples:
+        files["cold_start.demonstrations"] = settings.cold_start.demonstrations
+    for key, file in files.items():
+        if file is not None and train:
+            from outrider.training.experts import read_demonstrations
 
-        demonstrations = read_demonstrations(settings.cold_start.demonstrations, train)
-        num_demonstrated = sum(demonstrations.get(task.key) is not None for task in train)
-        yield f"cold_start.demonstrations: {num_demonstrated} of {len(train)} training tasks have one"
+            demonstrations = read_demonstrations(file, train, settings.environment)
+            num_demonstrated = sum(demonstrations.get(task.key) is not None for task in train)
+            yield f"{key}: {num_demonstrated} of {len(train)} training tasks have one"
     if settings.environment.keeps_conversations:
         yield "first prompt: written by the program; outrider prompt RECIPE starts it"
         return None
@@ -194,11 +201,37 @@ def _call_plugin(problem: str, call: Callable[[], T]) -> T:
         raise EnvironmentFault(f"{problem}{describe_exception(error)}") from error
 
 
-def _format_count(tasks: Sequence[Task]) -> str:
+def _format_answers(tasks: Sequence[Task]) -> str:
     num_answered = sum(bool(task.answers) for task in tasks)
     if not num_answered:
-        return str(len(tasks))
-    return f"{len(tasks)}, {'all' if num_answered == len(tasks) else num_answered} with answers"
+        return ""
+    return f", {'all' if num_answered == len(tasks) else num_answered} with answers"
+
+
+def work_lines(settings: "RunSettings") -> list[str]:
+    """Describe the cold start, and the groups, rollouts, tokens and updates of a training step."""
+    train, cold_start = settings.train, settings.cold_start
+    lines = []
+    if cold_start.num_examples:
+        lines.append(
+            f"cold start: up to {cold_start.num_examples} demonstrations, {cold_start.max_steps} updates"
+        )
+    if not train.num_steps:
+        return [*lines, "no training step (train.num_steps = 0)"]
+    num_rollouts = train.tasks_per_step * settings.algorithm.group_size
+    num_updates = settings.update.num_mini_batches * settings.update.num_epochs
+    max_tokens = settings.rollout.max_response_tokens
+    lines.append(
+        f"a step: {train.tasks_per_step} groups of {settings.algorithm.group_size} rollouts "
+        f"({num_rollouts}), at most {num_rollouts * max_tokens:,} response tokens ({max_tokens:,} each), "
+        f"{num_updates} update{'s' * (num_updates > 1)} of the weights"
+    )
+    budget, every = train.max_policy_tokens, train.checkpoint_every
+    lines.append(
+        f"the run: {train.num_steps} steps{f', or {budget:,} policy tokens' if budget else ''}; a checkpoint "
+        f"after every {'step' if every == 1 else f'{every} steps'}"
+    )
+    return lines
 
 
 def _truncate(lines: Sequence[str]) -> Iterator[str]:

@@ -252,6 +252,7 @@ def comparable(config: Mapping[str, str]) -> dict[str, str]:
         key: ("none" if value == "none" else "given") if key in presence_keys else value
         for key, value in {_BUDGET: "none", **config}.items()
         if key not in _SAME_TRAINING
+        and not key.startswith("tracking.")
         and (key, value) not in _ADDED
         and (not key.startswith("evaluation.") or key in _ADAPTATION)
     }

@@ -10,7 +10,7 @@ import torch
 
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.errors import CheckpointError
-from outrider.training.checkpoint import checkpoints_newest_first
+from outrider.training.checkpoint import STATE, checkpoints_newest_first
 from outrider.training.policy import MASTERS, SHARDS, Policy
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import ModelSettings, OptimizerSettings
@@ -24,7 +24,7 @@ def resolve(settings: ModelSettings) -> ModelSettings:
     Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
     """
     folder = Path(settings.name)
-    if any((folder / name).exists() for name in (MASTERS, SHARDS)):
+    if any((folder / name).exists() for name in (MASTERS, SHARDS, STATE)):
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
             raise CheckpointError(

@@ -570,12 +570,19 @@ def packed_start(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _write_checkpoint(source: Path, target: Path) -> None:
-    """The weights, and of the state only what tells that they are whole."""
+    """Copy the weights, and of the state only the step and the checksum. An evaluation names the checkpoint
+    with its weights; if they are those of the model itself, nothing is copied.
+    """
     try:
         state = json.loads((source / _STATE).read_text(encoding="utf-8"))
-        weights_state = {"step": state["step"], "checksums": {WEIGHTS: state["checksums"][WEIGHTS]}}
+        checksums, folder = state["checksums"], source
+        if (initial := state.get("initial_weights")) is not None:
+            if initial["path"] is None:
+                return
+            checksums, folder = initial["checksums"], Path(initial["path"])
+        weights_state = {"step": state["step"], "checksums": {WEIGHTS: checksums[WEIGHTS]}}
         target.mkdir(parents=True)
-        shutil.copyfile(source / WEIGHTS, target / WEIGHTS)
+        shutil.copyfile(folder / WEIGHTS, target / WEIGHTS)
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{source} is no checkpoint with weights ({type(error).__name__})") from error
     (target / _STATE).write_text(json.dumps(weights_state, sort_keys=True) + "\n", encoding="utf-8")

@@ -24,6 +24,7 @@ import pyarrow
 import pyarrow.parquet
 
 from outrider.errors import DataError, ToolUnavailable
+from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import call_id
 from outrider.types import Message, Role, Step, ToolCall, Trajectory
@@ -100,7 +101,8 @@ def _items(record: Mapping[str, Any]) -> list[Any]:
     if record.get("input") is not None and isinstance(_decoded(record.get("output")), list):
         return [*_as_messages(record["input"], "user", "input"), *_listed(record["output"], "output")]
     raise ValueError(
-        f"no column 'messages' (or {', '.join(_CHATS[1:])}, or prompt with completion); {_columns(record)}"
+        f"no column 'messages' (or {', '.join(_CHATS[1:])}, or prompt with completion); "
+        f"{_columns(record, _CHATS if 'prompt' not in record else (*_CHATS, 'completion'))}"
     )
 
 
@@ -152,13 +154,30 @@ def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
     if not user_texts:
         raise ValueError(
             f"no column 'question' (or {', '.join(QUESTIONS[1:])}), and no user message in front of the "
-            f"assistant's; {_columns(record)}"
+            f"assistant's; {_columns(record, QUESTIONS)}"
         )
     return user_texts[-1]
 
 
-def _columns(record: Mapping[str, Any]) -> str:
-    return f"the record has the columns {', '.join(map(str, record)) or 'none'}"
+_OTHER_NAMES: Final[Mapping[str, Sequence[str]]] = {
+    "messages": ("trajectory", "dialog", "dialogue", "turns", "history", "transcript"),
+    "completion": ("response", "answer", "generation", "output"),
+    "question": ("instruction", "input", "task", "user"),
+    "reward": ("score", "return", "success", "correct", "label", "is_correct", "value"),
+}
+"""Names in other data sets of the columns that a record may lack."""
+
+
+def _columns(record: Mapping[str, Any], wanted: Sequence[str]) -> str:
+    """List the columns of a record, and suggest the one to rename to a ``wanted`` name."""
+    names = [str(key) for key in record if str(key) not in COLUMNS]
+    hint = ""
+    for name in wanted:
+        others = [key for key in names if key.lower() in _OTHER_NAMES.get(name, ())]
+        if (found := closest_match(name, names, cutoff=0.75)) or (found := next(iter(others), None)):
+            hint = f"; if {found!r} contains it, rename it to {name!r}"
+            break
+    return f"the record has the columns {', '.join(map(str, record)) or 'none'}{hint}"
 
 
 @dataclass(slots=True)
@@ -705,8 +724,8 @@ def _reward(record: Mapping[str, Any]) -> float:
     """Return the reward: a number or a boolean, or either of them as text."""
     if "reward" not in record:
         raise ValueError(
-            "no column 'reward' (the outcome of the trajectory, such as 1.0); the record has the columns "
-            f"{', '.join(map(str, record))}"
+            "no column 'reward' (the outcome of the trajectory, such as 1.0); "
+            f"{_columns(record, ('reward',))}"
         )
     value = record["reward"]
     if isinstance(value, str):

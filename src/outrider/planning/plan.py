@@ -163,7 +163,7 @@ def lines(plan: Plan) -> Iterator[str]:
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
     yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.options.device.peak:
-        yield _line("seconds of an update", f"{plan.update_seconds:,.0f}", seconds_words(plan))
+        yield _line("seconds of an update", _seconds(plan.update_seconds), seconds_words(plan))
     shortage = ""
     if not fit.fits:
         is_too_large = max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory
@@ -219,6 +219,10 @@ def _line(name: str, value: str, words: str = "") -> str:
         if words
         else [start]
     )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _gb(size: float) -> str:

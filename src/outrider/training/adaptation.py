@@ -85,7 +85,11 @@ def adapt(
             raise
         run.retain()
         trackers = make_trackers(
-            settings.trackers, run_dir=run.path, config=settings.model_dump(mode="json"), warn=display.note
+            settings.trackers,
+            run_dir=run.path,
+            tracking=settings.tracking,
+            config=settings.model_dump(mode="json"),
+            warn=display.note,
         )
         try:
             table = _run_trials(run, parts, hook, display, meter, trackers)
@@ -200,6 +204,7 @@ def _run_trials(
             event="evaluation",
             **evaluation_fields(evaluation),
         )
+        trackers.log_rollouts(trial, traces, label=label)
         table.add_row(
             label,
             Text(score(evaluation.score, evaluation.ci_low, evaluation.ci_high)),

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from outrider.errors import CheckpointError
 from outrider.files import remove, remove_leftovers, replace_file, replacing_by_name, replacing_folder, sync
-from outrider.training.policy import Policy, Scorer, tensor_files
+from outrider.training.policy import OPTIMIZER, Policy, Scorer, tensor_files
 
 if TYPE_CHECKING:
     from outrider.training.learner import Learner
@@ -132,6 +132,64 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
         parameter.copy_(weights[name])
 
 
+# An evaluation trains nothing, so its checkpoint names the weights instead of a copy of them.
+
+
+_INITIAL: Final = "initial_weights"
+
+
+def describe_weights(source: Path | None) -> dict[str, Any]:
+    """Return the path and the checksums of the checkpoint ``source``; None: the weights of the model itself.
+
+    Raises CheckpointError if they cannot be read.
+    """
+    if source is None:
+        return {"path": None, "checksums": {}}
+    if (initial := initial_weights(source)) is not None:
+        return initial
+    names = [name for name in tensor_files(source) if name != OPTIMIZER]
+    try:
+        return {"path": str(source), "checksums": {name: file_checksum(source / name) for name in names}}
+    except OSError as error:
+        raise damaged(source, error) from error
+
+
+def initial_weights(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what :func:`describe_weights` returned when this checkpoint was written; None for a checkpoint
+    with weights of its own.
+    """
+    try:
+        initial = _read(checkpoint / STATE).get(_INITIAL)
+    except (OSError, ValueError):
+        return None
+    return initial if isinstance(initial, dict) else None
+
+
+def find_weights(checkpoint: Path) -> Path | None:
+    """Return the checkpoint with the weights of ``checkpoint``: itself, the one that an evaluation read, or
+    None if an evaluation read the weights of the model itself.
+
+    Raises CheckpointError if the weights of an evaluation are missing or have changed.
+    """
+    if (initial := initial_weights(checkpoint)) is None:
+        return checkpoint
+    if initial["path"] is None:
+        return None
+    source = Path(initial["path"])
+    try:
+        is_intact = all(file_checksum(source / name) == value for name, value in initial["checksums"].items())
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} is an evaluation of the weights in {source}, which cannot be read: "
+            f"{error.strerror}; put them back"
+        ) from error
+    if not is_intact:
+        raise CheckpointError(
+            f"{checkpoint} is an evaluation of weights in {source}, which have changed since"
+        )
+    return source
+
+
 _MEMORY = "memory.safetensors"
 _NAME = re.compile(r"step-(\d+)")
 
@@ -143,11 +201,13 @@ def save_checkpoint(
     arrays: Mapping[str, NDArray[Any]] | None = None,
     *,
     write_queue: Callable[[Path], None] | None = None,
+    initial: Mapping[str, Any] | None = None,
 ) -> None:
     """Write under a temporary name, force to disk, rename. A kill leaves the earlier checkpoints unchanged.
 
     ``arrays`` are the vectors of an algorithm's memory, whose plain data is in ``state``; ``write_queue``
-    writes the rollouts that are not trained on yet.
+    writes the rollouts that are not trained on yet; ``initial`` (:func:`describe_weights`) is stored instead
+    of the weights.
 
     Raises CheckpointError if the disk is full or cannot be written; the earlier checkpoints are unchanged
     then too.
@@ -156,7 +216,10 @@ def save_checkpoint(
         with replacing_folder(folder) as temporary:
             if write_queue is not None:
                 write_queue(temporary)
-            weights.save(temporary)
+            if initial is None:
+                weights.save(temporary)
+            else:
+                state = {**state, _INITIAL: initial}
             if arrays:
                 save_arrays(dict(arrays), temporary / _MEMORY)
             written = sorted(path for path in temporary.rglob("*") if path.is_file())
@@ -188,11 +251,13 @@ def load_checkpoint(folder: Path, weights: "Learner | Policy") -> dict[str, Any]
     try:
         state = read_checksummed(folder / STATE)
         # All tensor files, also those that the state does not name: nothing is loaded unchecked.
-        for name in sorted({*tensor_files(folder), *state["checksums"]}):
+        names = [] if _INITIAL in state else tensor_files(folder)
+        for name in sorted({*names, *state["checksums"]}):
             if file_checksum(folder / name) != state["checksums"][name]:
                 raise ValueError(f"the contents of {name} are not what was written")
         num_optimizer_steps = int(state["num_optimizer_steps"])
-        weights.load(folder, num_steps=num_optimizer_steps)
+        if _INITIAL not in state:  # a finished evaluation needs no weights
+            weights.load(folder, num_steps=num_optimizer_steps)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise damaged(folder, error) from error
     return state

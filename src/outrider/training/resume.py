@@ -37,6 +37,7 @@ from outrider.training.async_rollouts import (
 from outrider.training.checkpoint import (
     checkpoints_newest_first,
     damaged,
+    describe_weights,
     load_checkpoint,
     load_memory,
     prune_checkpoints,
@@ -445,7 +446,12 @@ class RunState:
         if self.parts.algorithm.remembers:
             state["memory"], arrays = self.parts.algorithm.state()
         folder = self.run.checkpoints / f"step-{self.step:06d}"
-        save_checkpoint(folder, self.parts.learner, state, arrays, write_queue=write)
+        initial = None
+        model = self.parts.settings.model
+        # Without a checkpoint to start from, adapters are in no file.
+        if not self.parts.settings.trains and (model.initial_checkpoint or model.lora is None):
+            initial = describe_weights(Path(model.initial_checkpoint) if model.initial_checkpoint else None)
+        save_checkpoint(folder, self.parts.learner, state, arrays, write_queue=write, initial=initial)
         self.saved_step = self.step
         # Only once the new one is on disk.
         prune_checkpoints(

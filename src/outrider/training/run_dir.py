@@ -25,6 +25,7 @@ from outrider.plugins.listing import write_origins
 from outrider.rollout.evaluate import Evaluation
 from outrider.training.settings import RunSettings
 from outrider.viewer.run_reader import LIVE, NOTES
+from outrider.viewer.trackers import TrackingSettings
 
 RECORD: Final = "config.toml"
 """Name of the file with the settings of a run directory, and of a run in a pack."""
@@ -60,6 +61,7 @@ FREE: Final = {
     "environment.borrow_limit_s", "environment.server_url",
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
+    *(f"tracking.{name}" for name in TrackingSettings.model_fields),
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
     "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
     "cluster.placement",

@@ -13,6 +13,7 @@ from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
 from outrider.rollout.settings import EvaluationSettings, Limits, RolloutSettings
+from outrider.viewer.trackers import TrackingSettings
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer except the projection onto the vocabulary."""
@@ -375,6 +376,8 @@ class RunSettings(Settings):
     """Which tasks are evaluated, when, and how."""
     trackers: tuple[TrackerName, ...] = ()
     """Where metrics are logged besides the run directory (docs/look/trackers.md)."""
+    tracking: TrackingSettings = TrackingSettings()
+    """Project, name and tags of the run in trackers."""
     cluster: ClusterSettings = ClusterSettings()
 
     @property
@@ -401,6 +404,11 @@ class RunSettings(Settings):
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 
     @property
+    def trains(self) -> bool:
+        """Whether the run changes weights, in a cold start or in steps; if not, it only evaluates."""
+        return bool(self.train.num_steps or self.cold_start.num_examples)
+
+    @property
     def unread_sections(self) -> frozenset[str]:
         """Sections with input paths that this run does not read."""
         unread = set() if self.cold_start.num_examples else {"cold_start"}
@@ -412,7 +420,7 @@ class RunSettings(Settings):
     def _validate(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError("rollout.max_turn_tokens exceeds rollout.max_response_tokens")
-        if not (self.train.num_steps or self.cold_start.num_examples or self.evaluation.at_start):
+        if not (self.trains or self.evaluation.at_start):
             raise ValueError(
                 "nothing to do: no training step, no cold start, and evaluation.at_start = false"
             )

@@ -38,7 +38,13 @@ from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
-from outrider.training.checkpoint import STATE, checkpoints_newest_first, newest_step, require_intact
+from outrider.training.checkpoint import (
+    STATE,
+    checkpoints_newest_first,
+    find_weights,
+    newest_step,
+    require_intact,
+)
 from outrider.training.components import Components
 from outrider.training.data import read_eval_tasks, require_some_tasks, task_notes, training_tasks
 from outrider.training.experts import fill_buffer, read_demonstrations
@@ -189,6 +195,7 @@ def _set_up(
     trackers = make_trackers(
         settings.trackers,
         run_dir=run.path,
+        tracking=settings.tracking,
         config=settings.model_dump(mode="json"),
         newest_step=newest,
         first_step=-settings.cold_start.max_steps,
@@ -344,6 +351,9 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
     """Load the weights of a checkpoint without its optimizer state. Raises CheckpointError."""
+    if (source := find_weights(checkpoint)) is None:
+        return  # an evaluation of the model itself, whose weights the policy has
+    checkpoint = source
     files = [name for name in tensor_files(checkpoint) if name != OPTIMIZER]
     if not any((checkpoint / name).is_file() for name in (*files, STATE)):
         if checkpoints := checkpoints_newest_first(checkpoint / "checkpoints"):

@@ -367,6 +367,7 @@ class Trainer:
         state.files.write_step(parts, sampled.traces, node_values, step=state.step)
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
+        self.trackers.log_rollouts(state.step, sampled.traces)
         self._note_lines(
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=sampled.fault_reasons)
         )
@@ -424,7 +425,7 @@ class Trainer:
         # An earlier version may have written the path in another way.
         labels = [str(entry["label"]) for entry in self.run.finished_evaluations()]
         label = next((entry for entry in labels if entry.startswith("of ")), f"of {shown_path(folder)}")
-        if settings.train.num_steps or settings.cold_start.num_examples:
+        if settings.trains:
             self._evaluate(label, tracker_step=before)
         else:
             self._evaluate(label, step=checkpoint_step_or_none(folder))
@@ -469,7 +470,9 @@ class Trainer:
             tasks_hash=hash_tasks(parts.test_tasks),
             num_training_tasks=parts.num_training_tasks,
         )
-        self.trackers.log(step if tracker_step is None else tracker_step, values)
+        tracker_step = step if tracker_step is None else tracker_step
+        self.trackers.log(tracker_step, values)
+        self.trackers.log_rollouts(tracker_step, traces, label=label)
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
         gain = gain_over_start(self.run.finished_evaluations())
         self.progress.note(

@@ -13,22 +13,49 @@ import importlib.util
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from types import ModuleType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeAlias
+
+from pydantic import Field
 
 from outrider.config import Settings
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import replace_file
 from outrider.plugins.registry import build_by_name, resolve
+from outrider.trace import Leaf, Node, Trace
 from outrider.types import Json
 
+Row: TypeAlias = tuple[str | float | bool, ...]
 IDENTITIES: Final = "trackers.json"
 _PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 _log = logging.getLogger(__name__)
+
+
+class TrackingSettings(Settings):
+    """Names of a run in trackers, and the rollouts that they get.
+
+    ``name``: the name of the run (None: that of its folder). ``entity`` (a user or a team) and ``tags`` are
+    for W&B, ``group`` is for W&B and Trackio. The first ``num_rollouts`` groups of a training step send one
+    rollout each to a table, in the first step and after every ``rollouts_every`` steps (0: never). An
+    evaluation sends one rollout of each task.
+    """
+
+    project: str = "outrider"
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] = ()
+    num_rollouts: int = Field(4, ge=0)
+    rollouts_every: int = Field(10, ge=0)
+
+    def sends_rollouts(self, step: int) -> bool:
+        """Return whether rollouts of this training step (from 1) are sent."""
+        return self.num_rollouts > 0 and self.rollouts_every > 0 and (step - 1) % self.rollouts_every == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +71,20 @@ class TrackerContext:
     newest_step: int | None
     known: str | None
     first_step: int = 0
+    tracking: TrackingSettings = field(default_factory=TrackingSettings)
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.tracking.name or self.run_dir.name
 
 
 class Tracker(Protocol):
     """A mirror of the metrics. Methods may raise; :class:`TrackerSet` catches the exceptions. ``identity``
     identifies the tracker's run when it is resumed; a tracker that cannot resume a run needs none.
 
-    A plug-in is a class with ``build(settings, context)``, where ``context`` is a :class:`TrackerContext`.
+    A plug-in is a class with ``build(settings, context)``, where ``context`` is a :class:`TrackerContext`. If
+    it has a method ``log_table(step, name, columns, rows)``, that gets the tables of sample rollouts.
     """
 
     identity: str | None
@@ -99,23 +133,36 @@ class TensorboardTracker(_BuiltinTracker):
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """Write the rows as text: tensorboardX has no tables."""
+        blocks = []
+        for row in rows:
+            text = "\n".join(f"{key}: {value}" for key, value in zip(columns, row, strict=True))
+            blocks.append(indent(text, "    ", lambda line: True))  # shown as it is
+        self._writer.add_text(name, "\n\n---\n\n".join(blocks), global_step=step)
+
     def close(self) -> None:
         self._writer.close()
 
 
 class WandbTracker(_BuiltinTracker):
-    """A Weights & Biases run under the name of the run directory. The step is an axis of its own, because W&B
-    refuses negative steps, which the cold start has.
+    """A Weights & Biases run, by default under the name of the run directory. The step is an axis of its own,
+    because W&B refuses negative steps, which the cold start has.
     """
 
     def __init__(self, context: TrackerContext) -> None:
         options: dict[str, Any] = {
-            "project": context.project, "name": context.run_dir.name, "dir": str(context.run_dir),
+            "project": context.project, "name": context.name, "dir": str(context.run_dir),
             "config": dict(context.config),
         }  # fmt: skip
+        tracking = context.tracking
+        optional = {"entity": tracking.entity, "group": tracking.group, "tags": list(tracking.tags)}
+        options |= {
+            key: value for key, value in optional.items() if value
+        }  # W&B has variables for the others
         if context.known is not None:
             options |= {"id": context.known, "resume": "allow"}
-        module = _import("wandb", extra="wandb")
+        self._module: Any = (module := _import("wandb", extra="wandb"))
         self._run: Any = _start("wandb", lambda: module.init(**options))
         self._run.define_metric("*", step_metric="outrider_step")
         self.identity = None if self._run.offline else str(self._run.id)
@@ -123,23 +170,37 @@ class WandbTracker(_BuiltinTracker):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"outrider_step": step, **metrics})
 
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        """Send a table under its own step; the viewer of W&B has a slider over them."""
+        table = self._module.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({"outrider_step": step, name: table})
+
     def close(self) -> None:
         """Wait for the upload."""
         self._run.finish()
 
 
 class TrackioTracker(_BuiltinTracker):
-    """A Trackio run under the name of the run directory, local by default."""
+    """A Trackio run, by default under the name of the run directory, and local."""
 
     def __init__(self, context: TrackerContext) -> None:
-        module = _import("trackio", extra="trackio")
-        options = {"config": dict(context.config), "resume": "never" if context.known is None else "allow"}
-        name = context.known or context.run_dir.name
+        self._module: Any = (module := _import("trackio", extra="trackio"))
+        options: dict[str, Any] = {
+            "config": dict(context.config), "resume": "never" if context.known is None else "allow",
+        }  # fmt: skip
+        if context.tracking.group is not None:
+            options["group"] = context.tracking.group
+        name = context.known or context.name
         self._run: Any = _start("trackio", lambda: module.init(project=context.project, name=name, **options))
         self.identity = str(self._run.name)  # differs from the requested name if that is taken
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+        pandas: Any = _import("pandas", extra="trackio")  # a dependency of Trackio
+        frame = pandas.DataFrame([list(row) for row in rows], columns=list(columns))
+        self._run.log({name: self._module.Table(dataframe=frame)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -151,9 +212,14 @@ class TrackerSet:
     """
 
     def __init__(
-        self, trackers: Mapping[str, Tracker], *, warn: Callable[[str], None] = _log.warning
+        self,
+        trackers: Mapping[str, Tracker],
+        *,
+        tracking: TrackingSettings | None = None,
+        warn: Callable[[str], None] = _log.warning,
     ) -> None:
         self._trackers = dict(trackers)
+        self._tracking = tracking or TrackingSettings()
         self._warn = warn
         self.num_failures: dict[str, int] = dict.fromkeys(trackers, 0)
 
@@ -176,6 +242,23 @@ class TrackerSet:
                 lambda tracker=tracker: tracker.log(step, values),  # type: ignore[misc]
             )
 
+    def log_rollouts(self, step: int, traces: Sequence[Trace], *, label: str | None = None) -> None:
+        """Send a table of rollouts, one of each group: of a training step if its turn has come, or of the
+        evaluation ``label``.
+        """
+        limit = None
+        if label is None:
+            if not self._tracking.sends_rollouts(step):
+                return
+            limit = self._tracking.num_rollouts
+        with_tables = {name: one for name, one in self._trackers.items() if hasattr(one, "log_table")}
+        rows = [row for trace in traces[:limit] if (row := _row(trace, label or "training"))]
+        if not (with_tables and rows):
+            return
+        table = "rollouts/train" if label is None else "rollouts/eval"
+        for name, tracker in with_tables.items():
+            self._attempt(name, tracker, partial(tracker.log_table, step, table, COLUMNS, rows))
+
     def close(self) -> None:
         """Close every tracker; may be called twice."""
         for name, tracker in list(self._trackers.items()):
@@ -192,6 +275,32 @@ class TrackerSet:
             self._warn(f"TRACKER OFF: {name} failed ({cause}); training continues, metrics.jsonl is complete")
 
 
+COLUMNS: Final = ("policy", "task", "question", "rollout", "return", "success", "outcome")
+"""Columns of the tables of rollouts; ``policy`` is ``training`` or the label of an evaluation."""
+_MAX_CHARS: Final = 8_000  # of a rollout in a table
+
+
+def _row(trace: Trace, label: str) -> Row | None:
+    """Return the group's first rollout without a fault as values of :data:`COLUMNS`; None without any."""
+    first: tuple[Leaf, list[Node]] | None = next(trace.scored_rollouts(), None)
+    if first is None:
+        return None
+    leaf, path = first
+    text = "\n".join(_describe(node) for node in path)
+    if len(text) > _MAX_CHARS:
+        text = f"{text[:_MAX_CHARS]}\n({len(text) - _MAX_CHARS} more characters)"
+    task = trace.task
+    assert leaf.episode_return is not None  # of a scored rollout
+    result = (float(leaf.episode_return), bool(leaf.success), leaf.outcome.value)
+    return (label, task.key, task.question, text, *result)
+
+
+def _describe(node: Node) -> str:
+    message = node.message
+    calls = [f"{call.name}({json.dumps(call.arguments)})" for call in message.tool_calls]
+    return "\n".join([f"[{message.role}] {message.reasoning}{message.content}", *calls])
+
+
 def require_installed(names: Sequence[str]) -> None:
     """Raises ConfigError for a built-in tracker whose package is not installed; imports none of them."""
     for name in names:
@@ -203,7 +312,7 @@ def make_trackers(
     names: Sequence[str],
     *,
     run_dir: Path,
-    project: str = "outrider",
+    tracking: TrackingSettings | None = None,
     config: Mapping[str, Json],
     newest_step: int | None = None,
     first_step: int = 0,
@@ -225,10 +334,12 @@ def make_trackers(
     identities = run_dir / IDENTITIES
     known: dict[str, str] = json.loads(identities.read_text(encoding="utf-8")) if identities.exists() else {}
     trackers: dict[str, Tracker] = {}
+    tracking = tracking or TrackingSettings()
     for name in names:
         context = TrackerContext(
             run_dir=run_dir,
-            project=project,
+            project=tracking.project,
+            tracking=tracking,
             config=config,
             newest_step=newest_step,
             known=known.get(name),
@@ -240,7 +351,7 @@ def make_trackers(
             known[name] = str(identity)
     if known:
         replace_file(identities, json.dumps(known).encode())
-    return TrackerSet(trackers, warn=warn)
+    return TrackerSet(trackers, tracking=tracking, warn=warn)
 
 
 def _import(module: str, *, extra: str) -> ModuleType:
