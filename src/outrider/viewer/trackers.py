@@ -46,6 +46,7 @@ class TrackingSettings(Settings):
     """
 
     project: str = "outrider"
+    """Project of the run in W&B and Trackio."""
     entity: str | None = None
     group: str | None = None
     name: str | None = None
