@@ -1,6 +1,7 @@
 """The tutorials are executed block by block, with a tiny model and short trainings."""
 
 import re
+import runpy
 import shlex
 import sys
 from pathlib import Path
@@ -15,14 +16,16 @@ START = Path(__file__).parents[2] / "docs" / "start"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 # The trainings of the pages take minutes.
 SMALL = (
-    "num_threads=1", "model.precision=float32", "algorithm.group_size=4", "train.num_steps=1",
-    "train.tasks_per_step=2", "rollout.max_turns=4", "rollout.max_turn_tokens=24", "buffer.embedder=hash",
-    "evaluation.num_tasks=2", "evaluation.num_samples=1",
+    "num_threads=1", "model.precision=float32", "model.trained_layers=none", "algorithm.group_size=4",
+    "train.num_steps=1", "train.tasks_per_step=2", "rollout.max_turns=4", "rollout.max_turn_tokens=24",
+    "buffer.embedder=hash", "evaluation.num_tasks=2", "evaluation.num_samples=1",
 )  # fmt: skip
 
 
-def follow(page: str, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Execute all blocks of a page in an empty folder."""
+def follow(
+    page: str, kinds: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> None:
+    """Execute all blocks of a page in an empty folder, trainings with ``overrides``."""
     model = save_tiny_model(folder / "model", context=4096)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
@@ -34,9 +37,12 @@ def follow(page: str, kinds: list[str], folder: Path, monkeypatch: pytest.Monkey
         elif kind == "sh":
             for line in body.splitlines():
                 name, *arguments = shlex.split(line)
+                if name == "python":
+                    runpy.run_path(*arguments)
+                    continue
                 assert name == "outrider"
                 if arguments[0] == "train":
-                    arguments += [f"model.name={model}", *SMALL]
+                    arguments += [f"model.name={model}", *SMALL, *overrides]
                 if "--run" in arguments:
                     arguments += ["--progress", "none"]
                 assert main(arguments) == 0
@@ -71,10 +77,13 @@ def test_own_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_own_functions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kinds = ["python", "python", "json", "json", "toml", "sh"]
-    follow("own_functions.md", kinds, tmp_path, monkeypatch)
+    kinds = ["python", "python", "json", "python", "sh", "toml", "sh"]
+    # The tokens of the tiny model are shorter.
+    longer = ("rollout.max_turn_tokens=96", "rollout.max_response_tokens=640")
+    follow("own_functions.md", kinds, tmp_path, monkeypatch, *longer)
     printed = capsys.readouterr().out
     assert "Write <multiply>" in printed
+    assert "cold_start.demonstrations: 24 of 102 training tasks have one" in printed
     for run in ("tags", "native"):
         assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
     assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()
