@@ -17,6 +17,7 @@ from outrider.errors import DataError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.training.policy import Policy
+from outrider.training.run_dir import recorded_settings
 from outrider.training.setup import load_weights, make_policy
 from outrider.types import Origin
 from outrider.viewer.records import TraceReader
@@ -101,7 +102,9 @@ def test_a_new_run_starts_from_old_weights(capsys: Said) -> None:
         capsys, "train", "recipe.toml", start, "train.num_steps=0", "--run", "new", "--progress", "plain"
     )
     assert f"of rapo/{LAST}" in said
-    begun = load_file(Path("new", "checkpoints", "step-000000", "masters.safetensors"))
+    settings = recorded_settings(Path("new", "config.toml"))
+    model = settings.model.model_copy(update={"initial_checkpoint": "new/checkpoints/step-000000"})
+    begun = make_policy(settings.model_copy(update={"model": model})).masters
     written = load_file(Path("rapo", LAST, "masters.safetensors"))
     assert begun.keys() == written.keys() and all(torch.equal(begun[name], written[name]) for name in begun)
 

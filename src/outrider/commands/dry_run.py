@@ -227,8 +227,9 @@ def work_lines(settings: "RunSettings") -> list[str]:
         f"{num_updates} update{'s' * (num_updates > 1)} of the weights"
     )
     budget, every = train.max_policy_tokens, train.checkpoint_every
+    limit = f", or {budget:,} policy tokens" if budget else ""
     lines.append(
-        f"the run: {train.num_steps} steps{f', or {budget:,} policy tokens' if budget else ''}; a checkpoint "
+        f"the run: {train.num_steps} step{'s' * (train.num_steps > 1)}{limit}; a checkpoint "
         f"after every {'step' if every == 1 else f'{every} steps'}"
     )
     return lines
