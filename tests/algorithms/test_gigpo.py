@@ -509,6 +509,10 @@ def test_turn_numbers_as_anchors() -> None:
     ]
     for own, wanted in zip(values, expected, strict=True):
         assert own == pytest.approx(wanted, abs=1e-11)
+    # Terminal rewards only: the returns are equal, and the length of an episode is no signal.
+    terminal = [Episode(states=["a"] * length, rewards=[0.0] * (length - 1) + [1.0]) for length in (2, 3, 3)]
+    values, result = assign(terminal, anchor="turn")
+    assert not any(flat(values)) and not result.advantages.has_signal
     two_turns = [Episode(states=["a", "b"], rewards=[reward, 1.0 - reward]) for reward in (1.0, 0.0, 0.0)]
     values, _ = assign(two_turns, anchor="turn", normalization="std")
     # All returns are equal: only the step part remains, and it is the z-score of the first reward.

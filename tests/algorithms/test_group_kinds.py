@@ -23,6 +23,7 @@ from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.luffy import LuffySettings
 from outrider.config import validate
 from outrider.errors import ConfigError, InvalidResult
+from outrider.training.settings import RunSettings
 from tests.algorithms.builders import Rollout, build_trace
 from tests.vectors import load_vectors
 
@@ -150,6 +151,19 @@ def test_the_kinds_in_grpo(settings: dict[str, Any], expected: list[float]) -> N
     assert [leaf.advantage for leaf in leaves[:3]] == pytest.approx(expected, abs=1e-5)
     assert leaves[3].advantage is None
     assert result.advantages.has_signal
+
+
+def test_a_penalty_of_the_environment_is_refused_before_the_run() -> None:
+    recipe = {
+        "environment": {"type": "factbook"},
+        "algorithm": {"type": "grpo", "advantage": "mean_normalized"},
+    }
+    assert validate(RunSettings, recipe).algorithm.advantage == "mean_normalized"
+    recipe["environment"] |= {"reward": {"format_penalty": -0.5}}
+    for kind in ("grpo", "rapo"):
+        recipe["algorithm"]["type"] = kind
+        with pytest.raises(ConfigError, match=r"set environment\.reward\.format_penalty = 0 \(now -0\.5\)"):
+            validate(RunSettings, recipe)
 
 
 def test_a_negative_return_stops_maxrl_in_one_line() -> None:

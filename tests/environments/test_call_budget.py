@@ -62,7 +62,7 @@ def play(
     runs = Scheduler(
         engine=(engine := scripted(script)), renderer=ChatRenderer(engine.tokenizer), factory=factory,
         limits=Limits(max_turns=8, step_timeout_s=10), sampling=Sampling(stop=("</search>", "</answer>")),
-        run_seed=0, limits_calls=training,
+        run_seed=0, is_training=training,
     )  # fmt: skip
     played = [
         runs.run(tasks(2), modes=("m",) * 3, training_step=step, continued=continued and step > 0)

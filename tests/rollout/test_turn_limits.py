@@ -45,7 +45,7 @@ def test_rollouts_of_training_stop_at_the_limit_of_their_step(is_training: bool,
         Factory(lambda t, n: Fake(on_step=lambda number, text: say(" o"))),
         limits=limits,
     )
-    runner.limits_calls = is_training
+    runner.is_training = is_training
     for step, number in zip((0, 1, 2, 4), expected, strict=True):
         (trace,) = runner.run(tasks(1), modes=("m",), training_step=step).traces
         ((leaf, path),) = trace.rollouts()
@@ -63,6 +63,7 @@ def test_rollouts_of_training_stop_at_the_limit_of_their_step(is_training: bool,
         ({"max_turns": [8], "steps_per_limit": 5}, "a list of at least two"),
         ({"max_turns": [], "steps_per_limit": 5}, "a list of at least two"),
         ({"max_turns": [0, 4], "steps_per_limit": 5}, "earlier_max_turns"),
+        ({"max_turns": [True, 4], "steps_per_limit": 5}, "a list of at least two"),
         ({"max_turns": ["a", 4], "steps_per_limit": 5}, "a list of at least two"),
     ],
 )

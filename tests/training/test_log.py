@@ -119,3 +119,10 @@ def test_other_libraries_are_quiet_in_a_log_unless_the_user_sets_their_variables
     assert {name: os.environ.get(name) for name in _QUIET} == {**_QUIET, "VLLM_LOGGING_LEVEL": "DEBUG"}
     for name in _QUIET:
         monkeypatch.delenv(name, raising=False)
+
+
+def test_the_line_of_a_step_names_the_turn_limit_of_that_step(folder: Path) -> None:
+    limits = ("rollout.max_turns=[1,3]", "rollout.steps_per_limit=1", "train.num_steps=2")
+    output, _ = outputs("train", folder / "recipe.toml", "--run", folder / "limits", *limits)
+    first, second = (line for line in texts(output) if line.startswith("step ") and "reward" in line)
+    assert "by rollout.max_turns = 1" in first and "rollout.max_turns = 1" not in second

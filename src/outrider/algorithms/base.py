@@ -195,6 +195,12 @@ class ObjectiveSettings(Settings):
         Raises:
             ValueError: if a setting of the run is incompatible with these; the message has its dotted key.
         """
+        penalty = getattr(getattr(run.environment, "reward", None), "format_penalty", 0.0)
+        if self.advantage == "mean_normalized" and penalty < 0.0:
+            raise ValueError(
+                "algorithm.advantage = mean_normalized needs returns of at least 0: set "
+                f"environment.reward.format_penalty = 0 (now {penalty:g})"
+            )
 
     @property
     def rewards_kl(self) -> bool:

@@ -138,6 +138,7 @@ class ExplorationSettings(ObjectiveSettings):
 
     def validate_run(self, run: "RunSettings") -> None:
         """Raise ValueError if the environment cannot execute or render retrieved steps."""
+        super().validate_run(run)
         retrieval = self.parts.retrieval
         if retrieval is None:
             return

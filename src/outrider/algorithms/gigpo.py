@@ -166,7 +166,9 @@ class GigpoSettings(ObjectiveSettings):
     step_weight: float = Field(1.0, ge=0)
     normalization: Normalization = "none"
     anchor: Literal["state", "turn"] = "state"
-    """Turns that are compared: those that acted on the same observation, or those with the same number."""
+    """Turns that are compared: those that acted on the same observation, or those with the same number. With
+    ``turn``, the reward of a rollout's last turn counts as 0, because it may be the outcome.
+    """
     similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
     episode_statistics: Literal["rollouts", "turns"] = "rollouts"
     invalid_penalty: float = Field(0.0, ge=0)
@@ -219,7 +221,8 @@ class Gigpo(OnPolicyGroup):
                 chosen.invalid_penalty if turn.node.metadata.get("invalid", False) else 0.0 for turn in own
             ]
             returns = (
-                [turn.node.reward for turn in own]
+                # The reward of the last turn may be the outcome, which is in the episode's advantage.
+                [turn.node.reward if turn is not own[-1] else 0.0 for turn in own]
                 if chosen.anchor == "turn"
                 else step_returns(path, episode_return=leaf.episode_return, gamma=chosen.gamma)
             )

@@ -152,6 +152,7 @@ class GroupSettings(ObjectiveSettings):
 
     def validate_run(self, run: "RunSettings") -> None:
         """Raise ValueError for a length penalty that no response could reach."""
+        super().validate_run(run)
         if self.overlong is not None:
             self.overlong.bounds(run.rollout.max_response_tokens)
 

@@ -288,7 +288,7 @@ class RolloutWorker:
             hooks=hooks,
             max_concurrent=job.max_concurrent,
             max_retries=settings.train.max_retries,
-            limits_calls=job.is_training,
+            is_training=job.is_training,
             group_timeout_s=settings.train.group_timeout_s if job.is_training else None,
             on_finished=self._on_finished,
             rollout_status=self._rollout_status,

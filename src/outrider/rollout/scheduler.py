@@ -323,9 +323,9 @@ class Scheduler:
     hooks: Sequence[Hook] = ()
     max_concurrent: int = 64
     max_retries: int = 2
-    # Enforce the call budget of a batch. For training only: results of an evaluation must not depend on its
-    # size.
-    limits_calls: bool = False
+    # Training has the turn limit of its step and the call budget of a batch; results of an evaluation must
+    # not depend on its size.
+    is_training: bool = False
     # Cancel the unfinished rollouts of a group after this time, in seconds. For training only.
     group_timeout_s: float | None = None
     clock: Callable[[], float] = time.monotonic
@@ -469,11 +469,11 @@ class _Batch:
             else RoundBatcher(scheduler.engine, admit=self._admit)
         )
         self._training_step = training_step
-        self._limits = scheduler.limits.at_step(training_step) if scheduler.limits_calls else scheduler.limits
+        self._limits = scheduler.limits.at_step(training_step) if scheduler.is_training else scheduler.limits
         # The environments share the call budget; a new batch resets it.
         self._budget: CallBudget | None = getattr(scheduler.factory, "call_budget", None)
         if self._budget is not None and not continued:
-            self._budget.begin_batch(limited=scheduler.limits_calls)
+            self._budget.begin_batch(limited=scheduler.is_training)
         self._lag = LoopLag()
 
     async def play(self) -> RolloutReport:

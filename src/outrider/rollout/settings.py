@@ -46,6 +46,8 @@ class RolloutSettings(Limits):
     arXiv 2509.08755).
     """
 
+    max_turns: int = Field(8, ge=1)
+    """Most turns of the policy in a rollout: a number, or growing numbers with ``steps_per_limit``."""
     earlier_max_turns: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """The limits before the last one; set ``max_turns`` to a list instead."""
     steps_per_limit: int | None = Field(None, ge=1)
@@ -58,11 +60,7 @@ class RolloutSettings(Limits):
         if not isinstance(data, Mapping) or not isinstance(data.get("max_turns"), list | tuple):
             return data
         limits = list(data["max_turns"])
-        if (
-            len(limits) < 2
-            or any(not isinstance(limit, int) for limit in limits)
-            or "earlier_max_turns" in data
-        ):
+        if len(limits) < 2 or any(type(limit) is not int for limit in limits) or "earlier_max_turns" in data:
             raise ValueError("max_turns is a number, or a list of at least two growing numbers")
         return {**data, "max_turns": limits[-1], "earlier_max_turns": limits[:-1]}
 

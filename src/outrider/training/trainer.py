@@ -275,7 +275,8 @@ class Trainer:
             # Only now: what the next rollouts bring to hooks and memories is not part of this step's record.
             state.queued = None if prefetch is None else prefetch.collect()
         fields: dict[str, Field] = {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
-        cut = count_cut(sampled.traces, parts.settings.limits, context_length=parts.engine.context_length)
+        limits = parts.settings.limits.at_step(state.step - 1)
+        cut = count_cut(sampled.traces, limits, context_length=parts.engine.context_length)
         if cut:
             fields["truncated"] = f"{cut.total()}: {cut_line(cut)}"
         return fields
@@ -345,7 +346,7 @@ class Trainer:
             hooks=parts.algorithm.hooks if training else (),
             max_concurrent=settings.num_concurrent,
             max_retries=settings.train.max_retries,
-            limits_calls=training,
+            is_training=training,
             group_timeout_s=settings.train.group_timeout_s if training else None,
             on_finished=on_finished,
             rollout_status=parts.rollout_status,
