@@ -94,7 +94,7 @@ def test_presets_that_follow_papers_have_the_defaults_of_the_specification(name:
     Presets that follow released scripts may differ.
     """
     settings_ = run_settings(name).algorithm
-    is_script = any(mark in name for mark in ("official", "released", "verl", "trl"))
+    is_script = any(mark in name for mark in ("official", "released", "advised", "verl", "trl"))
     if not is_script and name != "rejection":
         expected = SamplerCorrection(upper=2.0, lower=None, level="token", outside="truncate")
         assert settings_.sampler_correction == expected

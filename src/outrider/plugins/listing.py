@@ -105,6 +105,7 @@ _PRESETS: Final[Mapping[str, str]] = {
     "arpo-released": "ARPO of the released code.",
     "aepo": "AEPO: ARPO with balanced entropy in rollouts and in the update.",
     "aepo-released": "AEPO of the released code.",
+    "aepo-advised": "AEPO of the released code with pre-monitoring, as its author advises.",
     "gigpo-official": "GiGPO of the released WebShop script.",
     "gigpo-paper": "GiGPO of its paper.",
     "empo2-alg1": "EMPO² with the ratio of its Algorithm 1.",

@@ -386,7 +386,8 @@ class _Update:
         meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
         """
         batch, with_tips = mini_batch.batches[index], mini_batch.with_tips
-        scores = self.policy.score(batch, trains_entropy=mini_batch.entropy_weights is not None)
+        options = {} if mini_batch.entropy_weights is None else {"trains_entropy": True}
+        scores = self.policy.score(batch, **options)
         batch = batch.like(scores.logprobs_T)
         old = scores if mini_batch.old_scores is None else mini_batch.old_scores[index]
         # Detached also if it comes from this very pass: x - x would have no gradient.
