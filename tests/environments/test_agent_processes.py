@@ -223,7 +223,7 @@ def test_every_refusal_has_a_reason_and_is_counted(gateway: Gateway, monkeypatch
         assert answer["error"]["code"] == "unsupported_parameter"
     monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 0)
     status, answer = call(gateway, session.key, "POST", "/chat/completions", HELLO)
-    assert (status, answer["error"]["code"]) == (400, "too_many_requests")
+    assert (status, answer["error"]["code"]) == (429, "too_many_requests")
     assert (session.num_refused, session.num_requests) == (len(cases) + 3, 0)
     gateway.close_session(session)
     assert call(gateway, session.key, "POST", "/chat/completions", HELLO)[0] == 401

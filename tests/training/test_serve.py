@@ -3,9 +3,11 @@
 import json
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 import httpx2  # noqa: E402
+import torch  # noqa: E402
 
 from outrider.cli import main  # noqa: E402
 from outrider.engines.base import FinishReason, Generation, Request  # noqa: E402
 from outrider.engines.local.engine import make_engine  # noqa: E402
 from outrider.environments.agent.server import Gateway  # noqa: E402
+from outrider.environments.agent.session import Session  # noqa: E402
 from outrider.errors import EngineFault  # noqa: E402
 from outrider.runs import Run  # noqa: E402
 from outrider.training.export import (  # noqa: E402
@@ -55,18 +59,26 @@ def server(run: Path) -> PolicyServer:
 
 
 @contextmanager
-def serving(server: PolicyServer, api_key: str | None = None) -> Iterator[httpx2.Client]:
+def serving_session(
+    server: PolicyServer, api_key: str | None = None
+) -> Iterator[tuple[Gateway, Session, httpx2.Client]]:
     gateway = Gateway(bind("127.0.0.1", 0))
     session = open_session(gateway, server, host="127.0.0.1", api_key=api_key)
     thread = threading.Thread(target=server.serve, args=(session,))
     thread.start()
     try:
         with httpx2.Client(base_url=gateway.url, timeout=30) as client:
-            yield client
+            yield gateway, session, client
     finally:
         gateway.close()
         thread.join(10)
     assert not thread.is_alive()
+
+
+@contextmanager
+def serving(server: PolicyServer, api_key: str | None = None) -> Iterator[httpx2.Client]:
+    with serving_session(server, api_key) as (_, _, client):
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -143,17 +155,136 @@ def test_a_refused_request_is_an_error_object(
     assert words in error["message"] and "environment." not in error["message"]
 
 
-def test_a_failed_engine_is_a_server_error(server: PolicyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        (EngineFault("the GPU is lost"), "the GPU is lost"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\n\x1b[2J"),
+            "OutOfMemoryError: CUDA out of memory.  [2J",
+        ),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_a_failed_generation_is_a_server_error_and_the_server_continues(
+    server: PolicyServer,
+    failure: Exception,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    freed: list[str] = []
+
     class Failing:
         context_length = server.engine.context_length
 
-        def generate(self, requests: object) -> None:
-            raise EngineFault("the GPU is lost")
+        def generate(self, requests: list[Request]) -> list[Generation]:
+            if len(requests) == 4:
+                raise failure
+            return server.engine.generate(requests)
 
+        def free_cache(self) -> None:
+            freed.append("engine")
+
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: freed.append("cuda"))
     with serving(replace(server, engine=Failing())) as client:  # type: ignore[arg-type]
-        response = client.post("/chat/completions", json={"messages": [QUESTION]})
+        response = client.post("/chat/completions", json={"messages": [QUESTION], "n": 4})
+        assert text(client)
     error = response.json()["error"]
-    assert (response.status_code, error["type"], error["message"]) == (500, "server_error", "the GPU is lost")
+    assert (response.status_code, error["type"], error["message"]) == (500, "server_error", message)
+    assert capsys.readouterr().err == f"a request failed: {message}\n"
+    assert freed == (["engine", "cuda"] if isinstance(failure, torch.OutOfMemoryError) else ["engine"])
+
+
+class Blocked:
+    """An engine whose generations wait for ``may_continue``."""
+
+    def __init__(self, server: PolicyServer) -> None:
+        self.context_length = server.engine.context_length
+        self.may_continue = threading.Event()
+        self.num_generations = 0
+        self._engine = server.engine
+
+    def generate(self, requests: list[Request]) -> list[Generation]:
+        self.num_generations += 1
+        assert self.may_continue.wait(30)
+        return self._engine.generate(requests)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_requests_of_clients_that_are_gone_are_skipped(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They also leave the queue to others."""
+    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 4)
+    engine, body = Blocked(server), {"messages": [QUESTION]}
+    headers = {"content-type": "application/json"}
+    with serving_session(replace(server, engine=engine)) as (_, session, client):  # type: ignore[arg-type]
+        try:
+            for number in range(1, 5):
+                leaving = HTTPConnection("127.0.0.1", client.base_url.port)
+                leaving.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+                wait_until(lambda number=number: session.num_requests == number)  # type: ignore[misc]
+                wait_until(lambda: engine.num_generations == 1)
+                leaving.close()
+            wait_until(lambda: all(pending.is_abandoned for pending in session._pending))
+            threading.Timer(0.05, engine.may_continue.set).start()
+            assert client.post("/chat/completions", json=body).status_code == 200
+        finally:
+            engine.may_continue.set()
+    assert engine.num_generations == 2
+
+
+def test_a_full_queue_and_the_end_of_the_server_are_no_mistakes_of_clients(
+    server: PolicyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients retry after the status 429 and 503."""
+    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 1)
+    engine, body, responses = Blocked(server), {"messages": [QUESTION]}, []
+    with serving_session(replace(server, engine=engine)) as (gateway, session, client):  # type: ignore[arg-type]
+        waiting = threading.Thread(
+            target=lambda: responses.append(
+                httpx2.post(f"{gateway.url}/chat/completions", json=body, timeout=30)
+            )
+        )
+        waiting.start()
+        try:
+            wait_until(lambda: session.num_requests == 1)
+            assert client.post("/chat/completions", json=body).status_code == 429
+            gateway.close()
+            waiting.join(30)
+        finally:
+            engine.may_continue.set()
+    error = responses[0].json()["error"]
+    assert (responses[0].status_code, error["message"]) == (503, "the server is stopping")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": ""}, 415),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"content-type": "Application/JSON; charset=utf-8", "origin": "OWN"}, 200),
+    ],
+)
+def test_a_web_page_cannot_start_generations(
+    client: httpx2.Client, headers: dict[str, str], status: int
+) -> None:
+    own = str(client.base_url).removesuffix("/v1/")
+    headers = {name: value.replace("OWN", own) for name, value in headers.items()}
+    content = json.dumps({"messages": [QUESTION], "max_tokens": 1})
+    response = client.post(
+        "/chat/completions", content=content, headers={"content-type": "application/json"} | headers
+    )
+    assert response.status_code == status, response.text
 
 
 def test_a_page_under_another_name_is_refused_and_models_are_listed(client: httpx2.Client) -> None:
@@ -229,17 +360,30 @@ def test_an_environment_that_is_missing_is_reported(run: Path, tmp_path: Path) -
     assert line.startswith("the system prompt and the tools of the run are unknown: ")
 
 
+def test_the_key_has_no_white_space(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[str] = []
+    monkeypatch.setenv("SERVE_KEY", " sesame\n")
+    monkeypatch.setattr("outrider.training.serve.serve_run", lambda *_, api_key, **__: keys.append(api_key))
+    assert main(["serve", str(run), "--api-key-env", "SERVE_KEY"]) == 0 and keys == ["sesame"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--host", "0.0.0.0"], "--api-key-env NAME"),
         (["--api-key-env", "UNSET_KEY"], "UNSET_KEY: the environment variable is not set"),
+        (["--api-key-env", "EMPTY_KEY"], "EMPTY_KEY: the environment variable is empty"),
         (["--port", "70000"], "0 to 65535"),
     ],
 )
 def test_addresses_of_others_need_a_key(
-    run: Path, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("EMPTY_KEY", "\n")
     assert main(["serve", str(run), *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert words in line

@@ -35,8 +35,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     api_key = None
-    if parsed.api_key_env is not None and not (api_key := os.environ.get(parsed.api_key_env)):
-        raise ConfigError(f"--api-key-env {parsed.api_key_env}: the environment variable is not set")
+    if (variable := parsed.api_key_env) is not None and not (api_key := os.environ.get(variable, "").strip()):
+        problem = "is empty" if variable in os.environ else "is not set"
+        raise ConfigError(f"--api-key-env {variable}: the environment variable {problem}")
     if not 0 <= parsed.port < 65536:
         raise ConfigError(f"--port {parsed.port}: ports are numbers from 0 to 65535")
     from outrider import api

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.local.engine import make_engine
 from outrider.environments.agent.requests import PolicyRequest, RequestError, read_request
@@ -19,6 +21,7 @@ from outrider.environments.agent.server import Gateway
 from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session
 from outrider.environments.conversations import Conversation
 from outrider.errors import ConfigError, EngineFault
+from outrider.printing import one_line, print_lines
 from outrider.rollout.external_agent import Unanswerable, opening_ids, sampled_turn
 from outrider.seeding import stream_seed
 from outrider.tokens import ChatRenderer
@@ -51,19 +54,32 @@ class PolicyServer:
     num_requests: int = 0
 
     def serve(self, session: Session) -> None:
-        """Answer the requests of a session until it is closed."""
+        """Answer the requests of a session until it is closed, except those whose client has disconnected.
+
+        If a generation fails, its request is refused with status 500, and the server continues.
+        """
         while not isinstance(event := session.next(None), ProgramFailure):
-            if isinstance(event, PendingRequest):
-                try:
-                    answers = self.respond(event.request)
-                except RequestError as error:
-                    session.refuse(event, error)
-                else:
-                    for answer in answers:
-                        event.add_answer(answer)
+            if not isinstance(event, PendingRequest) or event.is_abandoned:
+                continue
+            problem, is_out_of_memory = None, False
+            try:
+                for answer in self.respond(event.request):
+                    event.add_answer(answer)
+            except RequestError as error:
+                session.refuse(event, error)
+            except Exception as error:
+                name = "" if isinstance(error, EngineFault) else f"{type(error).__name__}: "
+                problem = one_line(f"{name}{error}")
+                is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if problem is not None:  # the error is gone here, and with it the tensors of its traceback
+                session.refuse(event, RequestError(problem, code="server_error", status=500))
+                print_lines(f"a request failed: {problem}", to_stderr=True)
+                self.engine.free_cache()  # it may be half written
+                if is_out_of_memory:
+                    torch.cuda.empty_cache()
 
     def respond(self, request: PolicyRequest) -> list[Answer]:
-        """Sample the answers to a request. Raises RequestError."""
+        """Sample the answers to a request. Raises RequestError, and what the engine raises."""
         settings, conversation = self.settings, self._with_defaults(request)
         self.num_requests += 1
         try:
@@ -91,10 +107,7 @@ class PolicyServer:
             )
             for number in range(request.num_answers)
         ]
-        try:
-            generations = self.engine.generate(requests)
-        except EngineFault as fault:
-            raise RequestError(str(fault), code="server_error", status=500) from fault
+        generations = self.engine.generate(requests)
         return [self._answer(generation, context, conversation) for generation in generations]
 
     def _with_defaults(self, request: PolicyRequest) -> Conversation:
@@ -188,4 +201,4 @@ def open_session(gateway: Gateway, server: PolicyServer, *, host: str, api_key: 
     read = partial(read_request, takes_tools=takes_tools, is_training=False)
     if api_key is None:
         return gateway.open_without_key(read, hosts=(*_LOCAL_NAMES, host))
-    return gateway.open(read, key=api_key)
+    return gateway.open(read, key=api_key, is_training=False)

@@ -91,19 +91,28 @@ class Gateway:
         if not self._started.wait(_START_S) or not self._thread.is_alive():
             raise EnvironmentFault("the server for agent programs did not start")
 
-    def open(self, read: Callable[[RequestPath, Any], PolicyRequest], *, key: str | None = None) -> Session:
+    def open(
+        self,
+        read: Callable[[RequestPath, Any], PolicyRequest],
+        *,
+        key: str | None = None,
+        is_training: bool = True,
+    ) -> Session:
         """Open a session, whose requests ``read`` parses, with the given or a new key."""
-        session = Session(read, key=key)
+        session = Session(read, key=key, is_training=is_training)
         self._sessions[session.key] = session
         return session
 
     def open_without_key(
         self, read: Callable[[RequestPath, Any], PolicyRequest], *, hosts: Sequence[str]
     ) -> Session:
-        """Open a session for all requests, whatever their key. Their Host header must be one of ``hosts``, so
-        that a web page cannot reach the server under a name of its own (DNS rebinding).
+        """Open a session for all requests, whatever their key, outside training.
+
+        Web pages of other origins must not use the server. Therefore the Host header must be one of ``hosts``
+        (DNS rebinding), an Origin header must be the server's, and a POST must be declared as JSON, which a
+        browser sends to another origin only after a preflight request (CORS), which fails here.
         """
-        self._public, self._public_hosts = self.open(read), tuple(hosts)
+        self._public, self._public_hosts = self.open(read, is_training=False), tuple(hosts)
         return self._public
 
     def close_session(self, session: Session) -> None:
@@ -230,6 +239,12 @@ class Gateway:
         if self._public is not None:
             if request.url.hostname not in self._public_hosts:
                 raise RequestError("the Host header is not a name of this server", status=403)
+            host, origin = request.headers.get("host"), request.headers.get("origin")
+            if origin not in (None, f"http://{host}", f"https://{host}"):
+                raise RequestError("a request of another page", status=403)
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if request.method == "POST" and media_type != "application/json":
+                raise RequestError("the Content-Type header must be application/json", status=415)
             return self._public
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self._sessions.get(key.strip())

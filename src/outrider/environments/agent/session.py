@@ -1,4 +1,4 @@
-"""The requests and rewards of one episode.
+"""The requests and rewards of one episode, or the requests of all clients of ``outrider serve``.
 
 The server's thread adds them as events, and the thread of the episode takes them and answers.
 """
@@ -58,8 +58,8 @@ class ProgramFailure:
 
 
 class PendingRequest:
-    """A request that has arrived and will be a turn of the rollout, even if the program disconnects. The
-    episode adds its answers one by one.
+    """A request that has arrived. In training it will be a turn of the rollout, even if the program
+    disconnects. The episode adds its answers one by one.
     """
 
     def __init__(self, request: PolicyRequest) -> None:
@@ -72,6 +72,11 @@ class PendingRequest:
     @property
     def is_waiting(self) -> bool:
         return not self._is_refused and len(self._answers) < self.request.num_answers
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the client has disconnected before the answer."""
+        return self._future.cancelled()
 
     async def answers(self) -> list[Answer]:
         """Wait for all answers. Raises RequestError if the request is refused."""
@@ -107,15 +112,23 @@ class Session:
     Attributes:
         read: parses the body of a request.
         key: the program's API key.
+        is_training: whether abandoned requests count, because the number of turns must not depend on speed.
         num_requests: number of requests that could be parsed.
         num_unanswerable: number of these that were refused.
         num_refused: number of all refused requests.
         last_refusal: why the last request that could not be parsed was refused.
     """
 
-    def __init__(self, read: Callable[[RequestPath, Any], PolicyRequest], *, key: str | None = None) -> None:
+    def __init__(
+        self,
+        read: Callable[[RequestPath, Any], PolicyRequest],
+        *,
+        key: str | None = None,
+        is_training: bool = True,
+    ) -> None:
         self.read = read
         self.key = key or secrets.token_urlsafe(24)
+        self.is_training = is_training
         self.num_requests = 0
         self.num_unanswerable = 0
         self.num_refused = 0
@@ -132,10 +145,16 @@ class Session:
         """Add a request as an event. Raises RequestError."""
         with self._lock:
             if not self._is_open:
-                raise _episode_ended()
-            self._pending = deque(entry for entry in self._pending if entry.is_waiting)
+                raise self._closed_error()
+            self._pending = deque(
+                entry
+                for entry in self._pending
+                if entry.is_waiting and (self.is_training or not entry.is_abandoned)
+            )
             if len(self._pending) >= MAX_WAITING:
-                raise RequestError(f"{MAX_WAITING} requests are waiting already", code="too_many_requests")
+                raise RequestError(
+                    f"{MAX_WAITING} requests are waiting already", code="too_many_requests", status=429
+                )
             self.num_requests += 1
             self.num_ignored_fields += len(request.ignored)
             self.num_ignored_formats += request.ignores_format
@@ -147,7 +166,7 @@ class Session:
     def add_reward(self, reward: Reward) -> None:
         """Add a posted reward as an event. Raises RequestError after the end of the episode."""
         if not self._is_open:
-            raise _episode_ended()
+            raise self._closed_error()
         self._events.put(reward)
 
     def end(self, event: Reward | ProgramFailure) -> None:
@@ -186,12 +205,13 @@ class Session:
             self._is_open = False
             pending, self._pending = self._pending, deque()
         for request in pending:
-            request.refuse(_episode_ended())
+            request.refuse(self._closed_error())
         self._events.put(ProgramFailure(problem="the episode was closed", is_fault=True))
 
-
-def _episode_ended() -> RequestError:
-    return RequestError("the episode has ended", code="episode_ended", status=410)
+    def _closed_error(self) -> RequestError:
+        if self.is_training:
+            return RequestError("the episode has ended", code="episode_ended", status=410)
+        return RequestError("the server is stopping", code="service_unavailable", status=503)
 
 
 def read_reward(value: Any) -> Reward:
