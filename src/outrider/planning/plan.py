@@ -39,8 +39,8 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``fewest``: the smallest layouts that fit, in one process, colocated and disaggregated; ``advice``: other
-    changes.
+    """``fewest``: the smallest layouts that fit, in one process, colocated and disaggregated; ``advice``:
+    other changes.
     """
 
     shape: ModelShape
@@ -137,7 +137,10 @@ _LABELS = {
 
 
 def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> Iterator[str]:
-    """Yield lines of name, value and a short explanation. ``refusals``: why the recipe cannot use a layout."""
+    """Yield lines of name, value and a short explanation.
+
+    ``refusals``: layouts that the recipe cannot use, with the reasons.
+    """
     shape, work, fit = plan.shape, plan.work, plan.fit
     yield _line("model", shape.name, shape.family)
     yield _line("parameters", f"{shape.num_parameters:,}")
