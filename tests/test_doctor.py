@@ -1,6 +1,7 @@
 """The doctor never crashes and says what is missing; the starting recipe loads."""
 
 import importlib.util
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from docsite.models import ARCHITECTURES
 
 from outrider import doctor as processor
+from outrider.algorithms.exploration import RapoSettings
 from outrider.cli import main
 from outrider.config import load_settings
 from outrider.doctor import Check, examine, examine_model, find, write_recipe
@@ -132,30 +134,38 @@ def test_implementations_of_linear_layers(packs: bool, monkeypatch: pytest.Monke
     way = "packed" if packs else "plain"
     assert f"float32 {way}" in processor.kernels() and f"bfloat16 {way}" in processor.kernels()
     if not packs:
-        assert 'model.precision = "auto" takes float32' in processor.kernels()
+        assert 'model.precision = "auto" selects float32' in processor.kernels()
 
 
 def test_the_recipe_loads_and_every_commented_setting_exists(tmp_path: Path) -> None:
     file = tmp_path / "r.toml"
     assert write_recipe(file) == 0
     settings = load_settings(RunSettings, file=file)
-    assert settings.algorithm.type == "rapo" and settings.environment.type == "factbook"
+    assert settings.algorithm.type == "grpo" and settings.environment.type == "factbook"
     text = file.read_text()
-    # The "tools" block in comments, put in place of the environment, loads too.
-    head, _, rest = text.partition("[environment]\n")
-    _, _, tail = rest.partition("[algorithm]")
-    block = rest[rest.index("# [environment]") : rest.index("[algorithm]")]
-    other = tmp_path / "tools.toml"
-    other.write_text(
-        head
-        + "\n".join(line.removeprefix("# ") for line in block.splitlines())
-        + "\n[algorithm]"
-        + tail.replace("# path", "path")
-    )
+    # the sections in comments load in place of those above them
+    own_tasks = uncommented(text, "environment", before="[algorithm]")
+    rapo = uncommented(text, "algorithm", before="[rollout]")
+    demonstrations = text.replace("# demonstrations", "demonstrations")
+    for changed in (own_tasks, rapo, demonstrations):
+        assert changed != text
+    other = tmp_path / "other.toml"
+    other.write_text(own_tasks)
     assert load_settings(RunSettings, file=other).environment.type == "tools"
-    assert load_settings(RunSettings, file=other).buffer.path == "steps.sqlite"
-    other.write_text(text.replace('type = "rapo"', 'type = "grpo"').replace("num_hybrid = 4", ""))
-    assert load_settings(RunSettings, file=other).algorithm.type == "grpo"
+    other.write_text(demonstrations)
+    assert load_settings(RunSettings, file=other).cold_start.demonstrations == "chats.jsonl"
+    other.write_text(rapo.replace("# path", "path"))
+    settings = load_settings(RunSettings, file=other)
+    assert isinstance(settings.algorithm, RapoSettings) and settings.buffer.path == "steps.sqlite"
+    retrieval = settings.algorithm.retrieval
+    assert (retrieval.schedule, retrieval.final_probability, retrieval.min_similarity) == ("linear", 0, 0.99)
+
+
+def uncommented(text: str, section: str, *, before: str) -> str:
+    """Replace a section with the one in comments below it."""
+    head, _, rest = text.partition(f"[{section}]\n")
+    block = rest[rest.index(f"# [{section}]") : rest.index(f"\n{before}")]
+    return head + re.sub("^# ", "", block, flags=re.MULTILINE) + rest[rest.index(f"\n{before}") :]
 
 
 def test_a_recipe_is_never_overwritten(tmp_path: Path, capsys: Any) -> None:

@@ -33,6 +33,17 @@ def test_without_a_key_the_sections_are_listed(capsys: pytest.CaptureFixture[str
         ("cispo", ["every token keeps its gradient", "ratio_cap"]),
         ("minilm", ["embedders", "384 dimensions"]),
         ("lr", ["optimizer.learning_rate"]),
+        ("engine.type", ["engine.type\n", "vllm", "outrider list engines", 'default: "local"']),
+        ("algorithm.type", ["algorithm.type\n", "rapo", "RAPO (arXiv", "default:"]),
+        ("environment.type", ["environment.type\n", "factbook", "default:"]),
+        ("algorithm.loss.type", ["algorithm.loss.type\n", "cispo"]),
+        (
+            "num_hybrid",
+            [
+                "algorithm.num_hybrid (with algorithm.type = rapo)\n",
+                "\n\nalgorithm.retrieval.num_hybrid (with algorithm.type = combined)\n",
+            ],
+        ),
         ("min_similarity", ["algorithm.retrieval.min_similarity", "algorithm.memory.min_similarity"]),
         ("grad/norm", ["norm of the gradient before clipping", "docs/metrics.md"]),
     ],

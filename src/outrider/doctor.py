@@ -51,7 +51,7 @@ def kernels() -> str:
         "bfloat16": "packed" if can_pack(torch.bfloat16) else "plain, slower than float32",
     }
     text = ", ".join(f"{precision} {way}" for precision, way in ways.items())
-    return f'{text}; model.precision = "auto" takes {resolve_precision("auto", "cpu")}'
+    return f'{text}; model.precision = "auto" selects {resolve_precision("auto", "cpu")}'
 
 
 def matrix_rate() -> str:
@@ -68,33 +68,33 @@ def matrix_rate() -> str:
         torch.set_num_threads(before)
     minutes = (DEMO_S + DEMO_TFLOP / rate) / 60
     text = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
-    return f"{text}: make demo takes about {minutes:.0f} minutes at that"
+    return f"{text}: make demo takes about {minutes:.0f} minutes at this rate"
 
 
 RECIPE = """\
-# A starting recipe for Outrider.
-#   outrider train THIS_FILE --dry-run           print the settings that apply, and who set each
-#   outrider train THIS_FILE --run runs/first    train; continue with: outrider train --resume runs/first
+# A starting recipe for Outrider: GRPO with questions about the CIA World Factbook.
+#   outrider train THIS_FILE --dry-run           print every setting and who set it, and check the data
+#   outrider train THIS_FILE --run runs/first    train; to resume: outrider train --resume runs/first
 #   outrider eval  THIS_FILE --run runs/base     evaluate the untrained model
-# Any setting can be overridden on the command line: train.num_steps=20
+# You can override any setting on the command line: train.num_steps=20
+# outrider explain KEY prints the meaning of a setting.
 
 seed = 0
-num_threads = 2                 # of torch; leave a core to tools and simulators
+num_threads = 2                 # threads of torch; leave a core to tools and simulators
 
 [model]
 name = "smollm2-135m-instruct"  # a packaged model, a Hugging Face id, or a folder
-precision = "auto"              # bfloat16 where the matrix unit has it; master weights are float32
+precision = "auto"              # bfloat16 on a GPU or a processor with AMX, else float32
 device = "cpu"                  # or "cuda"
 
 [environment]
-type = "factbook"               # | "tools" (your own data) | "scienceworld" (needs Java) \
-| "webshop" | "textworld" | "house" | "alfworld"
+type = "factbook"               # or "tools" (your own questions); outrider list environments prints all
 hops = [2]                      # searches that a question needs
 num_test = 200
 
-# Your own questions instead, with search and Python. They have no expert: below, rapo then needs \
-buffer.path, and
-# the cold start demonstrations or num_examples = 0; docs/formats.md shows all these files.
+# To train on your own questions, with search and Python, replace [environment] with this section. Your
+# questions have no expert: set cold_start.demonstrations, or cold_start.num_examples = 0. docs/formats.md
+# describes the files.
 # [environment]
 # type = "tools"
 # tools = ["search", "python"]
@@ -103,23 +103,34 @@ buffer.path, and
 # test = { path = "test.jsonl" }
 
 [algorithm]
-type = "rapo"                   # "grpo" is the baseline without retrieval: delete num_hybrid for it
-group_size = 8                  # rollouts a task
-num_hybrid = 4                  # of them may retrieve off-policy steps
+type = "grpo"
+group_size = 8                  # rollouts per task
+
+# To train with RAPO, replace [algorithm] with these sections: some rollouts retrieve steps of experts from a
+# buffer. docs/algorithms/rapo.md explains when it helps.
+# [algorithm]
+# type = "rapo"
+# group_size = 8
+# num_hybrid = 4                # rollouts of a group that may retrieve
+# [algorithm.retrieval]
+# probability = 0.7             # probability of a retrieval before a turn, at the first step
+# schedule = "linear"           # the probability falls over the run
+# final_probability = 0.0       # and ends here: the policy then acts without retrieval, as in evaluation
+# form = "turn"                 # show a step as an ordinary turn (with the tag protocol only)
+# min_similarity = 0.99         # retrieve only from nearly identical situations
+# [buffer]
+# # path = "steps.sqlite"       # from: outrider buffer build THIS_FILE --out steps.sqlite; default: experts
+# embedder = "minilm"           # "hash" needs no package
+# keep_best = 5                 # trajectories stored per task
 
 [rollout]
 max_turns = 4
 max_turn_tokens = 48
-max_response_tokens = 512       # retrieved steps and observations count
+max_response_tokens = 512       # tool results and retrieved steps count
 
-[buffer]                        # rapo only
-# path = "steps.sqlite"         # one made by: outrider buffer build THIS_FILE --out steps.sqlite
-embedder = "minilm"             # "hash" needs no package
-keep_best = 5                   # trajectories a task
-
-[cold_start]                    # imitate experts first: a small model has to meet the format
-num_examples = 128              # 0 switches it off
-# demonstrations = "chats.jsonl" # trajectories of anybody, in place of the environment's experts
+[cold_start]                    # imitate experts first, so that a small model learns the format
+num_examples = 128              # 0 skips the cold start
+# demonstrations = "chats.jsonl" # trajectories from a file instead of the environment's experts
 batch_size = 8
 learning_rate = 1e-4
 
@@ -132,7 +143,7 @@ checkpoint_every = 5
 learning_rate = 1e-5
 
 [evaluation]
-num_tasks = 200                 # held-out; before training, after the cold start and at the end
+num_tasks = 200                 # test tasks; before training, after the cold start and at the end
 """
 
 
@@ -263,13 +274,19 @@ def _checks() -> list[Check]:
         Check(name="matrix rate", look=matrix_rate),
         Check(name="CUDA", look=_cuda),
         Check(name="packaged models", look=_packaged_models),
-        Check(name="embedder minilm", look=_minilm, advice='or set buffer.embedder = "hash"'),
+        Check(
+            name="embedder minilm",
+            look=_minilm,
+            advice='or set buffer.embedder = "hash", which needs no package',
+        ),
         Check(
             name="Java for ScienceWorld",
             look=_java,
-            advice="a Java runtime (8 or newer) and pip install 'outrider[scienceworld]'",
+            advice="install Java 8 or newer, then pip install 'outrider[scienceworld]'",
         ),
-        Check(name="Python sandbox", look=_sandbox, advice="only environments with the tool python need it"),
+        Check(
+            name="Python sandbox", look=_sandbox, advice="nothing unless an environment uses the tool python"
+        ),
         Check(name="Factbook data", look=_factbook, advice="pip install 'outrider[factbook]'"),
         *trackers,
     ]
@@ -285,7 +302,8 @@ def _processors() -> str:
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     policy = os.environ.get("OMP_WAIT_POLICY", "not set")
     return (
-        f"{usable} usable of {os.cpu_count()}; OMP_WAIT_POLICY {policy}; set num_threads to at most {usable}"
+        f"{usable} of {os.cpu_count()} can be used; OMP_WAIT_POLICY is {policy}; set num_threads to at most "
+        f"{usable}"
     )
 
 
@@ -296,7 +314,8 @@ def _fast_bfloat16() -> str:
     known = names or ("none" if sets else "unknown on this system")
     if not read_processor().multiplies_bfloat16:
         raise _Missing(
-            f"no AMX (bfloat16 instructions: {known})", 'nothing: model.precision = "auto" takes float32'
+            f"the processor has no AMX (bfloat16 instructions: {known})",
+            'nothing: model.precision = "auto" selects float32',
         )
     return known
 
@@ -305,7 +324,7 @@ def _cuda() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise _Missing("no CUDA device", 'nothing, for model.device = "cpu"')
+        raise _Missing("no CUDA device", 'nothing if you train with model.device = "cpu"')
     return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
 
 
@@ -318,9 +337,9 @@ def _packaged_models() -> str:
         if (cache_folder() / "models" / name / "complete").exists():
             usable.append(f"{name} (in the cache)")
         elif model.is_installed and importlib.util.find_spec("gguf") is not None:
-            usable.append(f"{name} (converted at its first use)")
+            usable.append(f"{name} (converted when first used)")
         else:
-            others.append(f"pip install {model.install} for {name}")
+            others.append(f"for {name}: pip install {model.install}")
     if not usable:
         raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
     return "; ".join([*usable, *others])
@@ -399,7 +418,7 @@ def _sandbox() -> str:
         result = tool.run("print(6 * 7)")
     if result.output != "42":
         raise ToolUnavailable(f"python tool: printed {result.output!r} instead of '42'")
-    return "locked: files, network and processes are denied"
+    return "works: code cannot use files, the network or other processes"
 
 
 def _factbook() -> str:

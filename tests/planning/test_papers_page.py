@@ -68,6 +68,7 @@ def test_the_page_has_the_numbers_of_plan(capsys: pytest.CaptureFixture[str]) ->
         plan = json.loads(capsys.readouterr().out)
         assert f"{plan['model']['num_parameters']:,}" == total
         found = {one["layout"]["placement"]: one["layout"]["num_gpus"] for one in plan["fewest"]}
+        assert found.pop("process", None) == (1 if int(together) == 1 else None)
         assert found == {"colocate": int(together), "disaggregate": int(beside)}
 
 

@@ -3,6 +3,7 @@ longer context can do.
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,9 +239,9 @@ def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, chec
 @pytest.mark.parametrize("name", ["demo", "demo-cluster"])
 def test_plan_of_a_cpu_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = str(RECIPES / f"{name}.toml")
-    plan = planned(capsys, recipe, "--gpu-memory", "24")
+    plan = planned(capsys, recipe, "--device", "cpu", "--gpu-memory", "24")
     assert plan["fits"] and plan["device"]["is_cpu"] and plan["update_seconds"] is None
-    assert not planned(capsys, recipe, "--gpu-memory", "1")["fits"]
+    assert not planned(capsys, recipe, "--device", "cpu", "--gpu-memory", "1")["fits"]
     assert not planned(capsys, recipe, "--device", "A100")["device"]["is_cpu"]
     main(["plan", recipe])
     out = capsys.readouterr().out
@@ -251,5 +252,35 @@ def test_plan_of_a_cpu_recipe(name: str, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("options", [[], ["--device", "H100", "--gpus", "8"]])
 def test_the_lines_of_a_plan_fit_80_columns(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "recipes/demo.toml", *options])
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("not yet")]
+    lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 10 and max(map(len, lines)) <= 80
+
+
+def test_gpu_memory_alone_plans_a_gpu_of_unknown_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, str(RECIPES / "demo.toml"), "--gpu-memory", "24")
+    assert not plan["device"]["is_cpu"] and plan["device"]["memory"] == 24e9
+    assert plan["update_seconds"] is None and plan["refused"] is None
+
+
+def test_the_layout_of_one_process_counts_and_a_refused_layout_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = [str(RECIPES / "demo.toml"), "model.name=Qwen/Qwen2.5-1.5B-Instruct", "--device", "H100"]
+    options += ["--gpu-memory", "24"]
+
+    def rows() -> tuple[str, list[str]]:
+        text = re.sub("\n +", " ", capsys.readouterr().out)
+        return text, [line for line in text.splitlines() if line.startswith(("fits", "fewest GPUs"))]
+
+    assert main(["plan", *options]) == 0
+    _, [fits, process, colocate, disaggregate] = rows()
+    assert fits.split() == ["fits", "yes"]
+    assert process.split()[2] == "1" and process.endswith("one process on one GPU")
+    assert colocate.split()[2] == "2" and "(colocate); the recipe needs other settings" in colocate
+    assert "engine.type = vllm" in colocate and disaggregate.endswith("(disaggregate)")
+    assert main(["plan", *options, "--gpus", "8"]) == 1
+    text, [fits, *_] = rows()
+    assert fits.split()[1] == "no" and "cannot use this layout: cluster.placement = colocate needs" in fits
+    assert not re.search("pass in work|more than there is|not yet", text)
+    assert main(["plan", *options[:-1], "9"]) == 1
+    assert "needs more memory than a GPU has" in rows()[0]

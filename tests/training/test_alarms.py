@@ -11,7 +11,7 @@ import pytest
 from outrider.config import load_settings
 from outrider.environments.base import EpisodeResult
 from outrider.environments.reasoning_gym.environment import ReasoningGymConfig
-from outrider.environments.tool_qa.environment import ToolEnvironment
+from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.errors import EnvironmentFault
 from outrider.metrics import declared_metric
 from outrider.rollout.faults import fault_line
@@ -135,10 +135,11 @@ def test_a_step_without_problems_has_no_alarm(recipe: Path) -> None:
 
 @pytest.mark.parametrize("tools", [(), ("python",)])
 def test_calls_are_missed_where_there_are_tools(recipe: Path, tools: tuple[str, ...]) -> None:
-    environment = ReasoningGymConfig(tools=tools)
-    settings = settings_of(recipe).model_copy(update={"environment": environment})
-    said = step_alarms(settings, step=3, values={"rollout/num_tool_calls": 0.0}, fault_reasons=[])
-    assert [line.startswith("ALARM: no rollout of step 3 executed") for line in said] == [True] * len(tools)
+    for environment in (ReasoningGymConfig(tools=tools), ToolsConfig(tools=tools, protocol="hermes")):
+        settings = settings_of(recipe).model_copy(update={"environment": environment})
+        said = step_alarms(settings, step=3, values={"rollout/num_tool_calls": 0.0}, fault_reasons=[])
+        starts = [line.startswith("ALARM: no rollout of step 3 executed") for line in said]
+        assert starts == [True] * len(tools)
 
 
 def test_a_skipped_update_is_an_alarm() -> None:

@@ -149,7 +149,8 @@ class ExplorationSettings(ObjectiveSettings):
             )
         if retrieval.form == "turn" and not is_inline(run.environment):
             raise ValueError(
-                "retrieval.form = turn needs an environment with the tag protocol (factbook, tools)"
+                "retrieval.form = turn needs an environment whose observations continue the message of the "
+                'policy: the tag protocol (factbook, tools), or a class of yours with protocol = "inline"'
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:

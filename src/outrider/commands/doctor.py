@@ -67,8 +67,8 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``init``."""
     describe(
         parser,
-        "Write a commented recipe to start from, with questions of Factbook and RAPO, or the recipe of the "
-        "demo.",
+        "Write a commented recipe to start from: GRPO with questions about the CIA World Factbook. With "
+        "--demo, write the recipe of the demo.",
         "outrider init first.toml",
         "outrider init demo.toml --demo",
     )

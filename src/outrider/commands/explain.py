@@ -1,6 +1,7 @@
 """``outrider explain``: what a setting, a section, a type or a metric means."""
 
 import argparse
+import json
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
@@ -85,6 +86,8 @@ def _setting_lines(key: str) -> list[str]:
             if one.name == key
         )
         similar = [*paths, *SIMILAR_KEYS.get(key, ())]
+        # the shortest section first: algorithm.num_hybrid before algorithm.retrieval.num_hybrid
+        similar.sort(key=lambda path: path.count("."))
         if found := [line for path in similar for line in [*_find(known, path), ""]]:
             return found[:-1]
     names = [path for section in sections() for path in _paths(section)]
@@ -104,15 +107,20 @@ def _find(known: "Sequence[Section]", path: str) -> list[str]:
         has_types = len(tables) > 1 and all(table.type_name for table in tables)
         return _choice_lines(tables, path) if has_types else _section_lines(tables[-1], path)
     above, _, name = path.rpartition(".")
+    if name == "type":
+        return _type_lines([section for section in known if above in section.paths], above)
     types: dict[tuple[str, ...], list[str]] = {}
     for section in known:
         for setting in section.settings() if above in section.paths else ():
             if setting.name == name:
+                selects = f"{above}.type = {section.type_name}" if section.type_name else ""
+                if not selects and section.parents:  # a section of one type of its parent
+                    selects = f"{above.rpartition('.')[0]}.type = {', '.join(section.parents)}"
                 texts = (setting.description, setting.type_text, setting.default)
-                types.setdefault(texts, []).append(section.type_name)
+                types.setdefault(texts, []).append(selects)
     lines = []
-    for (meaning, type_text, default), names in types.items():
-        suffix = f" (with {above}.type = {', '.join(names)})" if all(names) else ""
+    for (meaning, type_text, default), selections in types.items():
+        suffix = f" (with {_join_selections(selections)})" if all(selections) else ""
         lines += [
             *_wrapped(f"{path}{suffix}", ""),
             *_wrapped(meaning, "  "),
@@ -120,6 +128,49 @@ def _find(known: "Sequence[Section]", path: str) -> list[str]:
             "",
         ]
     return lines[:-1]
+
+
+def _join_selections(selections: Sequence[str]) -> str:
+    """Join ``a.type = x`` and ``a.type = y`` as ``a.type = x, y``."""
+    values: dict[str, list[str]] = {}
+    for selection in selections:
+        key, _, value = selection.partition(" = ")
+        values.setdefault(key, []).append(value)
+    return "; ".join(f"{key} = {', '.join(items)}" for key, items in values.items())
+
+
+def _type_lines(tables: "Sequence[Section]", above: str) -> list[str]:
+    """What ``type`` of a section selects, its choices and its default; [] if the section has no types."""
+    from outrider.plugins.registry import KINDS
+    from outrider.training.settings import RunSettings
+
+    if not all(table.type_name for table in tables) or not tables:
+        return []
+    field = RunSettings.model_fields.get(above)
+    default = "required"
+    if field is not None and not field.is_required():
+        default = json.dumps(field.get_default(call_default_factory=True).type)
+    lines = [
+        f"{above}.type",
+        *_wrapped(f"Selects one of these; outrider explain TYPE prints the keys of [{above}] with it:", "  "),
+        "",
+    ]
+    for table in tables:
+        lines += _row(table.type_name, _describe_type(above, table))
+    if f"{above}s" in KINDS:
+        lines += ["", *_wrapped(f"outrider list {above}s also prints presets and plug-ins.", "  ")]
+    default = default if field is not None else ""
+    return [
+        *lines,
+        "",
+        *_fields(
+            **{
+                key: text
+                for key, text in (("type", "string"), ("default", default), ("page", _page(above)))
+                if text
+            }
+        ),
+    ]
 
 
 def _section_lines(section: "Section", path: str) -> list[str]:

@@ -12,6 +12,7 @@ from outrider.errors import ConfigError
 from outrider.printing import print_lines
 
 if TYPE_CHECKING:
+    from outrider.planning.memory import Layout
     from outrider.planning.plan import Plan, PlanOptions
 
 
@@ -33,10 +34,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=_DEVICES,
-        help="its memory and peak rate (default: cpu if the recipe trains on it, else H100)",
+        help="its memory and peak rate (default: cpu if the recipe trains on it and no option of GPUs is "
+        "there, else H100)",
     )
     parser.add_argument(
-        "--gpu-memory", type=_above_zero, metavar="GB", help="10^9 bytes per GPU, or of the CPU"
+        "--gpu-memory",
+        type=_above_zero,
+        metavar="GB",
+        help="memory per GPU in 10^9 bytes, for example 24; with --device cpu, of the CPU",
     )
     parser.add_argument("--peak", type=_above_zero, metavar="TFLOP/s", help="peak rate per GPU in bfloat16")
     parser.add_argument(
@@ -71,22 +76,20 @@ def _above_zero(text: str) -> float:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    """0 where it fits, else 1."""
+    """Return 0 if the plan fits and the recipe can use its layout, else 1."""
     from outrider import api
     from outrider.planning.plan import as_json, lines, make_plan
 
     recipe_overrides = recipe_changes(parsed)
     settings = api.run_settings(parsed.recipe, overrides=recipe_overrides)
     plan = make_plan(settings, plan_options(parsed, recipe_device=settings.model.device))
-    refusal = None if plan.options.device.is_cpu else _layout_error(parsed.recipe, recipe_overrides, plan)
+    refusals = _layout_errors(parsed.recipe, recipe_overrides, plan)
+    refusal = refusals.get(plan.fit.layout)
     if parsed.json:
         print_lines(json.dumps({**as_json(plan), "refused": refusal}))
     else:
-        print_lines(
-            *(part for line in lines(plan) for part in line.split("\n")),
-            *([f"not yet: this version refuses that layout: {refusal}"] if refusal else []),
-        )
-    return 0 if plan.fit.fits else 1
+        print_lines(*(part for line in lines(plan, refusals) for part in line.split("\n")))
+    return 0 if plan.fit.fits and refusal is None else 1
 
 
 def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOptions":
@@ -98,11 +101,12 @@ def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOpti
     from outrider.planning.plan import PlanOptions
     from outrider.planning.shape import DEVICES, GB, this_cpu
 
-    uses_gpus = parsed.gpus or parsed.placement or parsed.tensor_parallel or recipe_device != "cpu"
-    name = parsed.device or ("H100" if uses_gpus else "cpu")
+    gpu_options = (parsed.gpus, parsed.placement, parsed.tensor_parallel, parsed.gpu_memory)
+    name = parsed.device or ("H100" if any(gpu_options) or recipe_device != "cpu" else "cpu")
     device = this_cpu() if name == "cpu" else DEVICES[name]
     if parsed.gpu_memory:
-        device = replace(device, memory=parsed.gpu_memory * GB)
+        # without --device, the peak rate of a card with this memory is unknown
+        device = replace(device, memory=parsed.gpu_memory * GB, peak=device.peak if parsed.device else 0.0)
     if parsed.peak:
         device = replace(device, name="the given", peak=parsed.peak * 1e12)
     return PlanOptions(
@@ -116,13 +120,18 @@ def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOpti
     )
 
 
-def _layout_error(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> str | None:
-    """Why a recipe with the layout, or with the smallest one that fits, is none today; None where it is."""
+def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "dict[Layout, str]":
+    """Return the layouts of several processes on GPUs that the recipe cannot use, with the reasons."""
     from outrider import api
 
-    layout = plan.fit.layout if plan.fit.fits or not plan.fewest else plan.fewest[0].layout
-    try:
-        api.run_settings(recipe, overrides=[*recipe_overrides, *layout.overrides])
-    except ConfigError as error:
-        return str(error)
-    return None
+    errors = {}
+    for layout in (
+        () if plan.options.device.is_cpu else (plan.fit.layout, *(one.layout for one in plan.fewest))
+    ):
+        if layout.placement == "process":
+            continue
+        try:
+            api.run_settings(recipe, overrides=[*recipe_overrides, "model.device=cuda", *layout.overrides])
+        except ConfigError as error:
+            errors[layout] = str(error)
+    return errors

@@ -398,7 +398,11 @@ def smallest_fit(
     """Return the layout with the fewest GPUs, and then the fewest per engine, that fits; None if none does.
 
     The number of trainers is a power of two within a node, or else whole nodes; an engine is within a node.
+    One process uses one GPU.
     """
+    if placement == "process":
+        candidate = fit(shape, work, Layout(), gpu_memory=gpu_memory)
+        return candidate if candidate.fits else None
     powers = [2**power for power in range(gpus_per_node.bit_length())]
     # vLLM requires that heads divide evenly.
     sizes = [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]

@@ -1,9 +1,10 @@
 """The plan of a recipe: memory requirements, whether it fits, and suggested changes."""
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, get_args
 
 from outrider.errors import ConfigError
 from outrider.planning.memory import (
@@ -38,7 +39,9 @@ class PlanOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``smaller``: the smallest layouts that fit, colocated and disaggregated; ``advice``: other changes."""
+    """``fewest``: the smallest layouts that fit, in one process, colocated and disaggregated; ``advice``:
+    other changes.
+    """
 
     shape: ModelShape
     work: Workload
@@ -80,7 +83,7 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
     result = fit(shape, work, layout, gpu_memory=memory)
     fewest = [
         candidate
-        for placement in ("colocate", "disaggregate")
+        for placement in get_args(Placement)
         if (
             candidate := smallest_fit(
                 shape, work, placement, gpu_memory=memory, gpus_per_node=options.gpus_per_node
@@ -123,10 +126,21 @@ def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) 
 
 
 _MB = 1e6
+_LABELS = {
+    "masters": "float32 weights",
+    "moments": "optimizer moments",
+    "working copy": "bfloat16 copy",
+    "reference": "reference model",
+    "activations kept": "stored activations",
+    "pass in work": "current layer",
+}
 
 
-def lines(plan: Plan) -> Iterator[str]:
-    """Yield lines of name, value and a short explanation."""
+def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> Iterator[str]:
+    """Yield lines of name, value and a short explanation.
+
+    ``refusals``: layouts that the recipe cannot use, with the reasons.
+    """
     shape, work, fit = plan.shape, plan.work, plan.fit
     yield _line("model", shape.name, shape.family)
     yield _line("parameters", f"{shape.num_parameters:,}")
@@ -136,7 +150,7 @@ def lines(plan: Plan) -> Iterator[str]:
     if (trained := work.training.trained_parameters(shape)) != shape.num_parameters:
         training = work.training
         words = (
-            f"the last {training.trained_layers} layers and the norm behind them"
+            f"the last {training.trained_layers} layers and the final norm"
             if training.lora_rank is None
             else f"adapters of rank {training.lora_rank}"
         )
@@ -144,17 +158,17 @@ def lines(plan: Plan) -> Iterator[str]:
     yield _line("trainer rank", _gb(sum(fit.rank.values())), "at its peak, of which:")
     for name, size in fit.rank.items():
         if size:
-            yield _line(f"  {name}", _gb(size))
+            yield _line(f"  {_LABELS.get(name, name)}", _gb(size))
     engine_precision = work.training.precision if device.is_cpu else "bfloat16"
-    shared = "the model that trains" if not fit.weights else engine_precision
+    shared = "shared with the trainer" if not fit.weights else engine_precision
     yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
     yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
-    words = "with 10 % and 2 GB more, without keys and values"
+    words = "with a margin of 10 % and 2 GB, without keys and values"
     if device.is_cpu:
-        words = "with 10 % and 0.5 GB each more, without keys and values"
+        words = "with a margin of 10 % and 0.5 GB per process, without keys and values"
         yield _line("all processes", _gb(fit.trainer_gpu), words)
     elif fit.layout.placement == "disaggregate":
-        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with 10 % and 2 GB more")
+        yield _line("a trainer's GPU", _gb(fit.trainer_gpu), "with a margin of 10 % and 2 GB")
         yield _line("an engine's GPU", _gb(fit.engine_gpu), words)
     else:
         yield _line("a GPU", _gb(fit.trainer_gpu), words)
@@ -167,16 +181,25 @@ def lines(plan: Plan) -> Iterator[str]:
     shortage = ""
     if not fit.fits:
         is_too_large = max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory
-        shortage = "more than there is" if is_too_large else "no room for the keys and values of one episode"
-    yield _line("fits", "yes" if fit.fits else "no", shortage)
+        owner = "this CPU" if device.is_cpu else "a GPU"
+        shortage = (
+            f"needs more memory than {owner} has"
+            if is_too_large
+            else "no room for the keys and values of one episode"
+        )
+    elif refusal := refusals.get(fit.layout):
+        shortage = f"the memory is enough, but the recipe cannot use this layout: {refusal}"
+    yield _line("fits", "no" if shortage else "yes", shortage)
     for advice in plan.advice:
         yield _line("change", advice, "would fit")
     if device.is_cpu:
         return
     for smallest in plan.fewest:
-        yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest))
+        refusal = refusals.get(smallest.layout)
+        needs = f"; the recipe needs other settings for it: {refusal}" if refusal else ""
+        yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest) + needs)
     if not plan.fewest:
-        yield _line("fewest GPUs", "none", "no number of them fits: the pass or the vocabulary is too large")
+        yield _line("fewest GPUs", "none", "activations or vocabulary are too large for any number")
 
 
 def layout_words(plan: Plan) -> str:
@@ -195,19 +218,22 @@ def _gpu_words(fit: Fit) -> str:
     layout = fit.layout
     if layout.placement == "process":
         return "one process on one GPU"
-    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
-    if layout.placement == "colocate":
-        gpus = f"{layout.trainers} GPUs" if layout.trainers > 1 else "1 GPU"
-        return f"{gpus}, {engines} of {layout.tensor_parallel} on the same (colocate)"
     ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
-    return f"{ranks}, {engines} of {layout.tensor_parallel} beside them (disaggregate)"
+    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    size = f" of {layout.tensor_parallel} GPUs" if layout.tensor_parallel > 1 else ""
+    if layout.placement == "colocate":
+        gpus = f"{layout.trainers} GPUs" if layout.trainers > 1 else "GPU"
+        return f"{ranks} and {engines}{size} on the same {gpus} (colocate)"
+    return f"{ranks} and {engines}{size} on separate GPUs (disaggregate)"
 
 
 def seconds_words(plan: Plan) -> str:
     """Describe the assumptions of the time estimate."""
     device, m = plan.options.device, plan.work.extra_forwards
+    num = plan.fit.layout.trainers
+    ranks = f"{num} ranks" if num > 1 else "1 rank"
     return (
-        f"estimate: {plan.fit.layout.trainers} ranks at {USED_SHARE:.0%} of {device.name}'s "
+        f"estimate: {ranks} at {USED_SHARE:.0%} of {device.name}'s "
         f"{device.peak / 1e12:g} TFLOP/s, {m} extra forward passes, all tokens of the step, no attention"
     )
 

@@ -262,6 +262,10 @@ class ToolsConfig(EpisodeConfig):
         return False
 
     @property
+    def calls_tools(self) -> bool:
+        return bool(self.tools)
+
+    @property
     def call_format(self) -> str | None:
         return None if self.protocol == "tags" else self.protocol
 
