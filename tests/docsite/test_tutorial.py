@@ -37,7 +37,7 @@ def follow(
         if title:
             Path(title).write_text(body, encoding="utf-8")
         elif kind == "sh":
-            for line in body.splitlines():
+            for line in body.replace("\\\n", " ").splitlines():
                 name, *arguments = shlex.split(line)
                 assert name == "outrider"
                 if arguments[0] == "train":
