@@ -197,3 +197,10 @@ def test_a_printed_command_can_be_pasted(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert pasted.stdout == f"{outrider.__version__}\n"
+
+
+def test_the_commands_after_new_quote_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a b"
+    assert main(["new", "tool", "counter", "--folder", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  pip install -e '{folder}'" in lines and f"  pytest '{folder}'" in lines
