@@ -39,6 +39,11 @@ class Server:
     files: dict[str, bytes] = field(default_factory=dict)
     limits: list[int] = field(default_factory=list)
     supports_ranges: bool = True
+    max_range: int | None = None
+    has_total: bool = True
+    offset: int = 0  # between the requested range and the one that is sent
+    retry_after: str | None = None
+    waits: list[float] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
     content_type: str = "application/octet-stream"
     requests: list[tuple[str, Mapping[str, str]]] = field(default_factory=list)
@@ -62,15 +67,20 @@ class _Handler(BaseHTTPRequestHandler):
         status = state.statuses.pop(0) if state.statuses else 200
         if content is None or status != 200:
             self.send_response(404 if content is None else status)
+            if state.retry_after is not None:
+                self.send_header("Retry-After", state.retry_after)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
         start = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         body = content
         if start and state.supports_ranges:
-            body = content[int(start[1]) :]
+            first = int(start[1]) + state.offset
+            body = content[first:][: state.max_range]
             self.send_response(206 if body else 416)
-            self.send_header("Content-Range", f"bytes {start[1]}-{len(content) - 1}/{len(content)}")
+            sent = f"{first}-{first + len(body) - 1}" if body else "*"
+            total = len(content) if state.has_total or not body else "*"
+            self.send_header("Content-Range", f"bytes {sent}/{total}")
         else:
             self.send_response(200)
         self.send_header("Content-Type", state.content_type)
@@ -87,8 +97,8 @@ class _Handler(BaseHTTPRequestHandler):
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(downloads.time, "sleep", lambda _: None)
     state = Server(files={"/a.bin": CONTENT})
+    monkeypatch.setattr(downloads.time, "sleep", state.waits.append)
     http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"state": state}))
     http.daemon_threads = True
     state.url = f"http://127.0.0.1:{http.server_address[1]}"
@@ -123,6 +133,24 @@ def test_a_broken_connection_is_continued(server: Server, tmp_path: Path) -> Non
     download(server.file(), tmp_path)
     assert (tmp_path / "a.bin").read_bytes() == CONTENT
     assert _ranges(server) == [None, "bytes=1000-", "bytes=1500-"]
+
+
+@pytest.mark.parametrize("has_total", [True, False])
+def test_capped_ranges_are_continued(server: Server, tmp_path: Path, has_total: bool) -> None:
+    """RFC 9110: a server may send less than the requested range, and ``*`` for the size of the file."""
+    server.max_range, server.has_total = 4000, has_total
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:1000])
+    download(server.file(), tmp_path)
+    assert (tmp_path / "a.bin").read_bytes() == CONTENT
+    assert _ranges(server) == ["bytes=1000-", "bytes=5000-", "bytes=9000-"]
+
+
+def test_another_range_than_the_requested_one_keeps_the_part(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "a.bin.part").write_bytes(CONTENT[:1000])
+    server.offset = 10
+    with pytest.raises(DataError, match="did not continue the file at byte 1,000; run the command again"):
+        download(server.file(), tmp_path)
+    assert (tmp_path / "a.bin.part").read_bytes() == CONTENT[:1000]
 
 
 def test_the_next_command_continues_an_unfinished_file(server: Server, tmp_path: Path) -> None:
@@ -168,7 +196,7 @@ def test_the_rest_of_a_file_of_another_size_is_not_appended(
     """The server's file is shorter: a range inside of it has another total, one behind it is status 416."""
     (tmp_path / "a.bin.part").write_bytes(CONTENT[:size])
     server.files["/a.bin"] = CONTENT[:9000]
-    with pytest.raises(DataError, match="9,000 bytes, expected 10,240"):
+    with pytest.raises(DataError, match=r"9,000 bytes, expected 10,240; a\.bin\.part was removed"):
         download(server.file(), tmp_path)
     assert _names(tmp_path) == []
 
@@ -208,6 +236,24 @@ def test_an_overloaded_server_is_tried_again(server: Server, tmp_path: Path) -> 
     server.statuses = [503, 429]
     download(server.file(), tmp_path)
     assert len(server.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("retry_after", "wait_s"),
+    [
+        ("7", 7.0),
+        ("3600", 60.0),
+        ("Fri, 01 Jan 2100 00:00:00 GMT", 60.0),
+        ("Mon, 01 Jan 2001 00:00:00 GMT", 1.0),
+        ("soon", 1.0),
+    ],
+)
+def test_retry_after_is_respected_up_to_a_minute(
+    server: Server, tmp_path: Path, retry_after: str, wait_s: float
+) -> None:
+    server.statuses, server.retry_after = [429], retry_after
+    download(server.file(), tmp_path)
+    assert server.waits == [wait_s]
 
 
 def test_a_server_that_stays_down_is_an_error(server: Server, tmp_path: Path) -> None:
@@ -318,6 +364,16 @@ def test_check_of_a_folder_without_known_files_is_an_error(
 ) -> None:
     assert main(["data", "check", "."]) == 1
     assert "contains no file of a known data set" in capsys.readouterr().err
+
+
+def test_check_of_a_folder_that_does_not_exist_is_an_error(
+    known: dict[str, DataSet], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "check", "nowhere"]) == 1
+    assert "nowhere does not exist" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["data", "check", "file"]) == 1
+    assert "file is not a folder" in capsys.readouterr().err
 
 
 def test_check_names_a_missing_file(

@@ -3,7 +3,8 @@
 import pytest
 
 from outrider.cli import main
-from outrider.reference import sections
+from outrider.reference import Setting, sections
+from outrider.training.settings import StageSettings
 
 
 def explained(capsys: pytest.CaptureFixture[str], *key: str) -> str:
@@ -77,3 +78,10 @@ def test_every_setting_has_a_type_a_default_and_a_description() -> None:
             assert setting.default or setting.is_section or setting.type_text.startswith("table"), (
                 setting.name
             )
+
+
+def test_the_keys_of_a_stage_share_no_sentence() -> None:
+    first, second = (
+        Setting(name, StageSettings, StageSettings).description for name in ("tasks", "num_steps")
+    )
+    assert first and second and not set(first.split(". ")) & set(second.split(". "))

@@ -197,3 +197,21 @@ def test_a_printed_command_can_be_pasted(tmp_path: Path) -> None:
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert pasted.stdout == f"{outrider.__version__}\n"
+
+
+def test_a_closed_stdout_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python sets stdout to None after ``>&-``."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["data", "list"]) == 0
+    assert main(["train", str(tmp_path / "missing.toml"), "--run", str(tmp_path / "run")]) == 2
+    monkeypatch.undo()
+    assert "missing.toml" in capsys.readouterr().err
+
+
+def test_the_commands_after_new_quote_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a b"
+    assert main(["new", "tool", "counter", "--folder", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  pip install -e '{folder}'" in lines and f"  pytest '{folder}'" in lines

@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parsed = _parse_arguments(arguments)
         command: Command = parsed.command
-        if "progress" in parsed and (parsed.progress in ("plain", "json", "none") or not sys.stdout.isatty()):
+        has_terminal = sys.stdout is not None and sys.stdout.isatty()
+        if "progress" in parsed and (parsed.progress in ("plain", "json", "none") or not has_terminal):
             for name, value in _QUIET.items():  # before the libraries are imported
                 os.environ.setdefault(name, value)
         with exit_on_second_signal(_resume_hint(parsed)), reraise_lost_interrupts():

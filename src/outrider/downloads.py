@@ -6,6 +6,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import ssl
 import time
@@ -13,6 +14,7 @@ import tomllib
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -33,6 +35,8 @@ _HUB: Final = "https://huggingface.co"
 _CHUNK: Final = 1 << 20
 _MAX_FAILURES: Final = 4  # in a row, without a byte more than before
 _TIMEOUT_S: Final = 60.0  # for one read, not for the whole file
+_MAX_WAIT_S: Final = 60.0  # before the next request, whatever Retry-After names
+_RANGE: Final = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)")  # Content-Range, RFC 9110 section 14.4
 
 
 class DataFile(Settings):
@@ -125,7 +129,11 @@ def check_file(file: DataFile, folder: Path) -> Check:
 
 
 class _Interrupted(Exception):
-    """A failure of the server or the connection that is retried."""
+    """A failure of the server or the connection that is retried, after at least ``wait_s`` seconds."""
+
+    def __init__(self, problem: str, wait_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.wait_s = wait_s
 
 
 class _Part:
@@ -220,7 +228,7 @@ def _complete(part: _Part, file: DataFile, url: str, report: Callable[[int], Non
                 if failures > _MAX_FAILURES:
                     problem = str(error) or type(error).__name__
                     raise DataError(f"{address}: {problem}; run the command again to continue") from error
-                time.sleep(failures)
+                time.sleep(max(failures, getattr(error, "wait_s", 0.0)))
             except (httpx2.HTTPError, httpx2.InvalidURL) as error:  # too many redirects, a wrong HF_ENDPOINT
                 raise DataError(f"{address}: {error}") from error
     if file.sha256 is not None and part.digest != file.sha256:
@@ -247,20 +255,26 @@ def _request(url: str) -> tuple[str, dict[str, str]]:
 def _receive(
     client: httpx2.Client, address: str, part: _Part, file: DataFile, report: Callable[[int], None]
 ) -> None:
-    """Append what one response contains. Starts from the beginning if the server ignores the range."""
+    """Append what one response contains: the rest of the file, or the part of it that the server sends at a
+    time. Starts from the beginning if the server ignores the range.
+    """
     headers = {"Range": f"bytes={part.size}-"} if part.size else {}
     with client.stream("GET", address, headers=headers) as response:
         status = response.status_code
         if status == 429 or status >= 500:
-            raise _Interrupted(f"the server responded with status {status}")
-        is_rest = (
-            status == 206
-            and response.headers.get("Content-Range")
-            == f"bytes {part.size}-{file.num_bytes - 1}/{file.num_bytes}"
-        )
-        if status == 416 or (status == 206 and not is_rest):  # another file than the one that was begun
-            part.clear()
-            raise _Interrupted("the server cannot continue the file")
+            raise _Interrupted(f"the server responded with status {status}", _retry_after(response))
+        is_range = status == 206
+        if is_range or status == 416:
+            content_range = _RANGE.fullmatch(response.headers.get("Content-Range", ""))
+            start, total = (content_range[1], content_range[3]) if content_range else (None, "*")
+            if total != "*" and int(total) != file.num_bytes:  # another file than the one that was begun
+                part.clear()
+                raise DataError(
+                    f"{address}: {int(total):,} bytes, expected {file.num_bytes:,}; "
+                    f"{file.name}.part was removed"
+                )
+            if status == 416 or start is None or int(start) != part.size:
+                raise _Interrupted(f"the server did not continue the file at byte {part.size:,}")
         if not response.is_success:
             hint = ": log in with 'hf auth login', or set HF_TOKEN" if status in (401, 403) else ""
             raise DataError(f"{address}: status {status} {response.reason_phrase}{hint}")
@@ -270,18 +284,32 @@ def _receive(
                 f"a file that was removed); you can download it in a browser and store it as {file.name}"
             )
         length = int(response.headers.get("Content-Length", -1))
-        if not is_rest:
+        if not is_range:
             if length >= 0 and length != file.num_bytes:
                 raise DataError(f"{address}: {length:,} bytes, expected {file.num_bytes:,}")
             part.clear()
         for chunk in response.iter_raw():  # with a chunk size, a broken connection would lose a part of one
             if part.size + len(chunk) > file.num_bytes:
                 part.clear()
-                raise DataError(f"{address}: more than the expected {file.num_bytes:,} bytes")
+                raise DataError(
+                    f"{address}: more than the expected {file.num_bytes:,} bytes; the download was removed"
+                )
             part.append(chunk)
             report(part.size)
     if part.size < file.num_bytes:
-        raise _Interrupted(f"the connection ended after {part.size:,} of {file.num_bytes:,} bytes")
+        raise _Interrupted(f"the response ended after {part.size:,} of {file.num_bytes:,} bytes")
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    """Seconds to wait according to the header ``Retry-After``, at most ``_MAX_WAIT_S``."""
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isascii() and value.isdecimal():
+        return min(float(value), _MAX_WAIT_S)
+    try:
+        seconds = parsedate_to_datetime(value).timestamp() - time.time()
+    except (ValueError, OverflowError):
+        return 0.0
+    return min(max(seconds, 0.0), _MAX_WAIT_S)
 
 
 # --- ALFWorld's archives: they share one folder, and every release unpacks to the same name ---

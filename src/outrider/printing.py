@@ -30,6 +30,8 @@ def one_line(text: str) -> str:
 def print_lines(*lines: str, to_stderr: bool = False) -> None:
     """Print each text on one line, without its control characters. Use :class:`Terminal` for tables."""
     stream = sys.stderr if to_stderr else sys.stdout
+    if stream is None:  # its file descriptor is closed (``>&-``)
+        return
     encoding = stream.encoding or "utf-8"
     for line in lines:
         print(one_line(line).encode(encoding, "replace").decode(encoding), file=stream)

@@ -273,5 +273,16 @@ def test_auto_precision_without_the_gpu_that_was_asked_for_names_one() -> None:
         assert resolve_precision("auto", "cuda") == "float32"
 
 
+def test_auto_is_float32_on_a_gpu_that_only_emulates_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for is_native in (False, True):
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True, is_native=is_native: is_native or including_emulation,
+        )
+        assert resolve_precision("auto", "cuda") == ("bfloat16" if is_native else "float32")
+
+
 def test_a_tiny_llama_loads(tmp_path: Path) -> None:
     assert load_model(str(save_tiny_model(tmp_path)), precision="float32").context_length == 512

@@ -63,6 +63,10 @@ def text(solution_str):
     return "high"
 
 
+def inapplicable(completions, **kwargs):
+    return [None]
+
+
 def nan(solution_str):
     return math.nan
 """
@@ -205,6 +209,7 @@ def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_pat
         ("raises", EnvironmentFault, r"my_rewards:raises at .*my_rewards\.py:\d+: IndexError"),
         ("many", InvalidResult, "for one completion, no list with one reward"),
         ("text", InvalidResult, "the reward of my_rewards:text is 'high'"),
+        ("inapplicable", InvalidResult, "returned None, which TRL allows .* needs a number"),
         ("nan", NonFiniteResult, "no finite number"),
     ],
 )

@@ -1,5 +1,6 @@
 """``outrider eval --tasks`` with agents and judges behind a server whose faults are never wrong answers."""
 
+import json
 import re
 import threading
 from collections import Counter
@@ -93,6 +94,16 @@ def test_a_failed_request_is_retried_and_reported(
     printed = capsys.readouterr().out
     for reason in ("1 after status 429", "1 after status 500", "1 after garbage", "1 after timeout"):
         assert reason in printed
+
+
+def test_json_has_the_retried_requests(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with chat_server(misbehaving({"q0?": FAILURES["q0?"]}, 1)) as server:
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "--progress", "json") == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert "requests sent again: 1 after status 429" in notes
 
 
 def test_persistent_failures_are_faults_and_are_requested_again_later(

@@ -19,6 +19,7 @@ from outrider.viewer.progress import (
     JsonProgress,
     PlainProgress,
     Progress,
+    ProgressMode,
     RichProgress,
     StageClock,
     TokenMeter,
@@ -114,6 +115,39 @@ def test_alarms_are_repeated_on_the_error_stream() -> None:
     assert texts(errors.getvalue()) == [
         "ALARM: no rollout executed a tool call", "step 3: 2 rollouts were lost",
     ]  # fmt: skip
+
+
+def test_alarms_reach_the_error_stream_after_the_log_broke() -> None:
+    errors, log = io.StringIO(), io.StringIO()
+    log.close()
+    progress = PlainProgress(stream=log, error_stream=errors, clock=Clock())
+    progress.note("buffer: 8 steps")
+    progress.note("ALARM: no rollout executed a tool call")
+    assert texts(errors.getvalue()) == ["ALARM: no rollout executed a tool call"]
+
+
+def test_json_has_null_for_numbers_it_cannot_represent_at_any_depth() -> None:
+    stream, before = io.StringIO(), sys.stdout
+    progress = JsonProgress(stream=stream)
+    progress.note("scores", scores={"a": [float("nan"), 1.0], 2: (float("inf"), {"b": -float("inf")})})
+    progress.close()
+    assert sys.stdout is before
+    assert json.loads(stream.getvalue())["scores"] == {"a": [None, 1.0], "2": [None, {"b": None}]}
+
+
+@pytest.mark.parametrize("mode", ["auto", "plain", "json"])
+def test_a_closed_stdout_leaves_alarms_on_stderr(
+    mode: ProgressMode, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python sets stdout to None after ``>&-``."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "__stdout__", None)
+    progress = make_progress(mode)
+    progress.stage("train", 1, unit="step")
+    progress.note("ALARM: no rollout executed a tool call")
+    progress.close()
+    monkeypatch.undo()
+    assert texts(capsys.readouterr().err)[-1] == "ALARM: no rollout executed a tool call"
 
 
 def test_json_has_an_object_per_event_and_stdout_for_itself(capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,8 +162,7 @@ class RolloutReplaySettings(ObjectiveSettings):
     In the first ``num_fresh_steps`` steps all groups are fresh. ``weight_cap``, at least 1, bounds pi_start /
     pi_behaviour of a replayed token (None: the released code). ``reward``: a group is eligible for replay if
     the mean of this reward, ``success`` or ``return``, is strictly between 0 and 1. ``selection``: sample
-    tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward, with weight
-    ``estimate_rate`` on the newest group, compared with ``target`` at ``temperature``. ``preset`` sets the
+    tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward. ``preset`` sets the
     defaults of all keys that you leave out.
     """
 
@@ -178,8 +177,11 @@ class RolloutReplaySettings(ObjectiveSettings):
     reward: Literal["success", "return"] = "success"
     selection: Literal["order", "difficulty"] = "order"
     estimate_rate: float = Field(0.5, gt=0, le=1)
+    """Weight of the newest group in the running mean of a task (``selection = "difficulty"``)."""
     target: float = Field(0.5, ge=0, le=1)
+    """Tasks whose running mean is near this value are preferred (``selection = "difficulty"``)."""
     temperature: float = Field(1e-3, gt=0)
+    """The lower it is, the stronger is the preference for tasks near ``target``."""
 
     @model_validator(mode="after")
     def _validate(self) -> "RolloutReplaySettings":

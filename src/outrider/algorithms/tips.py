@@ -121,10 +121,7 @@ class MemorySettings(Settings):
     to an action as a tip, with its own text as the key. ``scope``: one buffer per task, per ``world`` (from
     the metadata of the task; a task without one has its own buffer), or one for all. ``state_key``: key under
     which the policy's tips are stored and looked up: the observation at which it acted, the whole chat
-    (released code) or the question of the task. A turn shows up to ``num_shown`` tips above
-    ``min_similarity``, ranked by ``rank``, in at most ``max_shown_tokens`` tokens; an episode shows at most
-    ``max_prompt_tokens`` tokens. A tip has at most ``max_tip_tokens`` tokens, and a buffer at most
-    ``capacity`` tips.
+    (released code) or the question of the task.
     """
 
     embedder: EmbedderName = "minilm"
@@ -133,12 +130,19 @@ class MemorySettings(Settings):
     scope: Literal["task", "world", "all"] = "task"
     state_key: Literal["observation", "chat", "question"] = "observation"
     num_shown: int = Field(10, ge=1)
+    """Most tips that a turn shows."""
     min_similarity: float = Field(0.5, ge=-1, le=1)
+    """A turn shows only tips whose similarity to its state is higher."""
     rank: Rank = "score"
+    """Order in which a turn selects tips."""
     max_shown_tokens: int = Field(256, ge=1)
+    """Most tokens of the tips that a turn shows."""
     max_prompt_tokens: int = Field(1024, ge=1)
+    """Most tokens of the tips that an episode shows."""
     max_tip_tokens: int = Field(64, ge=1)
+    """Most tokens of a tip."""
     capacity: int = Field(1000, ge=1)
+    """Most tips of a buffer."""
     eviction: Eviction = "fifo"
     """Tip to remove from a full buffer: the oldest (``fifo``), the one with the lowest score, or a random
     one (``reservoir``).

@@ -11,6 +11,7 @@ from typing import Final
 from rich.filesize import decimal
 from rich.progress import DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from outrider.commands import describe
 from outrider.downloads import (
     Check,
     DataFile,
@@ -33,31 +34,30 @@ _USABLE: Final = {FileState.OK, FileState.UNKNOWN}
 
 def add_data(parser: argparse.ArgumentParser) -> None:
     """The actions and their arguments."""
-    parser.description = "Download published data sets and verify them."
-    parser.epilog = "example:\n  outrider data get alfworld"
+    describe(parser, "Download published data sets and verify them.", "outrider data get alfworld")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    listing = actions.add_parser(
-        "list",
-        help="list the data sets: size, licence, purpose, what is there",
-        description="List the data sets, and which of their files are already downloaded.",
-        epilog="example:\n  outrider data list",
+    listing = actions.add_parser("list", help="list the data sets: size, licence, purpose, what is there")
+    describe(
+        listing,
+        "List the data sets, and which of their files are already downloaded.",
+        "outrider data list",
     )
     listing.set_defaults(command=_list)
-    getting = actions.add_parser(
-        "get",
-        help="download a data set, or the rest of it",
-        description="Download a data set and verify it. Run it again to continue.",
-        epilog="example:\n  outrider data get webshop-small",
+    getting = actions.add_parser("get", help="download a data set, or the rest of it")
+    describe(
+        getting,
+        "Download a data set and verify it. Run it again to continue.",
+        "outrider data get webshop-small",
     )
     getting.add_argument("name", choices=data_sets(), metavar="NAME", help=", ".join(data_sets()))
     getting.add_argument("--dir", type=Path, help="folder for the files (default: data/NAME)")
     getting.add_argument("--yes", action="store_true", help="confirm a download of more than 1 GB")
     getting.set_defaults(command=_get, interrupted="; the same command continues")
-    checking = actions.add_parser(
-        "check",
-        help="compare the files of a folder with their digests",
-        description="Compare the files of a folder with their known sizes and digests.",
-        epilog="example:\n  outrider data check data/alfworld",
+    checking = actions.add_parser("check", help="compare the files of a folder with their digests")
+    describe(
+        checking,
+        "Compare the files of a folder with their known sizes and digests.",
+        "outrider data check data/alfworld",
     )
     checking.add_argument("dir", type=Path, metavar="DIR", help="folder of downloaded files")
     checking.set_defaults(command=_check)
@@ -156,6 +156,8 @@ def _download(file: DataFile, folder: Path) -> str:
 
 def _check(parsed: argparse.Namespace) -> int:
     folder: Path = parsed.dir
+    if not folder.is_dir():
+        raise DataError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}")
     states = set()
     for name, data_set in data_sets().items():
         checks = _checks(data_set, folder)

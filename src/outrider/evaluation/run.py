@@ -264,6 +264,9 @@ def evaluate_tasks(settings: EvalTasksSettings, folder: Path, *, progress: Progr
             **{name: value for name, value in report.as_json().items() if name not in _NOT_IN_LOG},
             summary=str(folder / SUMMARY),
         )
+        if progress == "json":  # otherwise they are printed below the table
+            for note in notes:
+                display.note(note)
     finally:
         display.close()
     if progress != "json":

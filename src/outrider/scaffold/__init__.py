@@ -4,6 +4,7 @@ recipe."""
 import importlib.util
 import keyword
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -54,8 +55,8 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         replace_file(folder / path, text.encode())
     print_lines(
         f"{folder}: {len(files)} files. Next:",
-        f"  pip install -e {folder}",
-        f"  pytest {folder}",
+        f"  pip install -e {shlex.quote(str(folder))}",
+        f"  pytest {shlex.quote(str(folder))}",
         f"  {shell_command('train', folder / 'recipe.toml', '--run', f'runs/{name}')}",
     )
     return 0

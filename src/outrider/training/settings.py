@@ -79,11 +79,10 @@ class OptimizerSettings(Settings):
 class ColdStartSettings(Settings):
     """Supervised fine-tuning on expert rollouts before training.
 
-    It imitates the solved ones of ``num_examples`` expert rollouts on training tasks (0: no cold start), for
-    ``num_epochs`` passes with ``batch_size`` examples per optimizer step. After ``warmup_steps``, the
-    learning rate falls linearly to a tenth. ``demonstrations`` names a file of trajectories (docs/formats.md)
-    that replace the experts: those of the first ``num_examples`` training tasks that have one are rolled out
-    again. ``retrieve_share`` of the examples contain a middle step inside
+    It imitates the solved ones of ``num_examples`` expert rollouts on training tasks (0: no cold start).
+    After ``warmup_steps``, the learning rate falls linearly to a tenth. ``demonstrations`` names a file of
+    trajectories (docs/formats.md) that replace the experts: those of the first ``num_examples`` training
+    tasks that have one are rolled out again. ``retrieve_share`` of the examples contain a middle step inside
     ``<retrieve>`` (executed in the environment, not trained on), so that the policy knows the format before
     hybrid rollouts use it. ``tip_share`` of the examples contain tips of a memory that all experts' episodes
     fill, so that the policy has learned to read them (EMPO² with ``memory.writer = "environment"``).
@@ -94,7 +93,9 @@ class ColdStartSettings(Settings):
     num_examples: int = Field(0, ge=0)
     demonstrations: str | None = None
     num_epochs: int = Field(1, ge=1)
+    """Number of passes over the examples."""
     batch_size: int = Field(16, ge=1)
+    """Number of examples per optimizer step."""
     learning_rate: float = Field(1e-4, gt=0)
     """Highest learning rate of the cold start; it falls linearly to a tenth."""
     warmup_steps: int = Field(2, ge=0)
@@ -133,14 +134,14 @@ class UpdateSettings(Settings):
 
 
 class StageSettings(Settings):
-    """One stage of training: ``num_steps`` steps on the training tasks whose keys match one of ``tasks``.
-
-    ``tasks`` are shell patterns, such as ``scienceworld/find-animal/*``; traces and evaluations contain the
-    keys. The last stage has no ``num_steps``: it lasts until the end of the run.
-    """
+    """One stage of training: a number of steps on a part of the training tasks."""
 
     tasks: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Shell patterns, such as ``scienceworld/find-animal/*``. The stage uses the training tasks whose keys
+    match one of them; traces and evaluations contain the keys.
+    """
     num_steps: int | None = Field(None, ge=1)
+    """Number of steps of the stage (None: until the end of the run). Only the last stage has none."""
 
 
 class ClusterSettings(Settings):
@@ -156,9 +157,6 @@ class ClusterSettings(Settings):
     ranks gives the same bits.
 
     ``ray_address``: ``local`` starts a Ray for the run, ``auto`` or an address joins an existing one.
-    ``placement_timeout_s`` limits the wait for processors, ``update_timeout_s`` one call of the ranks, a
-    start, and a transfer of weights, ``turn_timeout_s`` one batch of an engine; a rollout worker has to
-    answer a heartbeat within ``heartbeat_s``.
 
     With ``max_staleness`` 1 the rollouts of the next step are generated during the update of this one: their
     tokens are one version old, which the sampler correction weighs. With ``in_flight`` engines take new
@@ -182,9 +180,13 @@ class ClusterSettings(Settings):
     batching: Literal["rounds", "stream"] = "rounds"
     ray_address: str = "local"
     placement_timeout_s: float = Field(120.0, gt=0)
+    """Longest wait for processors, in seconds."""
     update_timeout_s: float = Field(3600.0, gt=0)
+    """Longest call of the ranks, start, or transfer of weights, in seconds."""
     turn_timeout_s: float = Field(600.0, gt=0)
+    """Longest batch of an engine, in seconds."""
     heartbeat_s: float = Field(60.0, gt=0)
+    """Time in which a rollout worker has to respond to a heartbeat, in seconds."""
     max_restarts: int = Field(3, ge=0)
 
     @property

@@ -304,7 +304,6 @@ class _StageProgress(Progress):
         self._clocks = StageClocks(clock)
         self._stage: StageClock | None = None
         self._unit = ""
-        self._is_broken = False
 
     def stage(
         self,
@@ -335,9 +334,8 @@ class _StageProgress(Progress):
         self._stage.advance(done, fields)
         return self._stage, is_event
 
-    def _warn_once(self, error: Exception) -> None:
-        """Disable the display with a warning, because a lost stream or terminal must not end the run."""
-        self._is_broken = True
+    def _warn(self, error: Exception) -> None:
+        """Report a lost stream or terminal, which must not end the run."""
         _log.warning("progress display stopped, the run continues: %s", error)
 
 
@@ -346,7 +344,7 @@ class PlainProgress(_StageProgress):
 
     Events are the stages, their units that have a name (training steps), and the notes. After
     ``heartbeat_s`` seconds without a line, one line reports what is being done, if anything was reported
-    since then. If the stream breaks (a closed pipe), the display ends and the run continues.
+    since then. If a stream breaks (a closed pipe), nothing more is written to it and the run continues.
 
     Alarms are also printed on ``error_stream``; by default on stderr if stdout is neither a terminal nor the
     same file.
@@ -362,8 +360,9 @@ class PlainProgress(_StageProgress):
         wall_clock: Clock = time.time,
     ) -> None:
         super().__init__(clock)
-        self._stream = stream if stream is not None else sys.stdout
+        self._stream: TextIO | None = stream if stream is not None else sys.stdout
         self._error_stream = error_stream if error_stream is not None else _separate_stderr(self._stream)
+        self._broken: set[TextIO] = set()
         self._heartbeat_s = heartbeat_s
         self._wall_clock = wall_clock
         self._lock = threading.RLock()  # the run's thread and that of the heartbeat
@@ -439,14 +438,15 @@ class PlainProgress(_StageProgress):
         is_new, self._day = day != self._day, day
         return f"{day} {now} {line}" if is_new else f"{now} {line}"
 
-    def _write(self, stream: TextIO, line: str) -> None:
-        if self._is_broken:
+    def _write(self, stream: TextIO | None, line: str) -> None:
+        if stream is None or stream in self._broken:
             return
         encoding = stream.encoding or "utf-8"
         try:
             print(line.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
-            self._warn_once(error)
+            self._broken.add(stream)
+            self._warn(error)
 
 
 class JsonProgress(PlainProgress):
@@ -459,8 +459,8 @@ class JsonProgress(PlainProgress):
         if stream is None:
             stream = self._stdout
             options.setdefault("error_stream", _separate_stderr(stream))
-            if stream is sys.__stdout__:
-                self._stdout.flush()
+            if stream is sys.__stdout__ and stream is not None:
+                stream.flush()
                 self._fd = os.dup(1)
                 stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
         super().__init__(stream=stream, **options)
@@ -479,6 +479,7 @@ class JsonProgress(PlainProgress):
             os.dup2(self._fd, 1)
             os.close(self._fd)
             with contextlib.suppress(OSError):
+                assert self._stream is not None  # a duplicate of stdout
                 self._stream.close()
 
     def _format(self, line: str, text: str, event: str, fields: Mapping[str, Any]) -> str:
@@ -490,9 +491,15 @@ class JsonProgress(PlainProgress):
         return json.dumps(record, allow_nan=False, default=str)
 
 
-def _separate_stderr(stdout: TextIO) -> TextIO | None:
-    """Return stderr, or None if a line on both streams would appear twice in one terminal or file."""
-    if stdout is not sys.__stdout__ or stdout.isatty():
+def _separate_stderr(stdout: TextIO | None) -> TextIO | None:
+    """Return stderr, or None if a line on both streams would appear twice in one terminal or file.
+
+    Python sets a standard stream to None if its file descriptor is closed (``>&-``).
+    """
+    if stdout is None or sys.stderr is None:
+        return sys.stderr
+    is_own = stdout is sys.__stdout__
+    if not is_own or stdout.isatty():
         return None
     with contextlib.suppress(OSError, ValueError):  # a closed stream
         if not os.path.sameopenfile(stdout.fileno(), sys.stderr.fileno()):
@@ -501,6 +508,11 @@ def _separate_stderr(stdout: TextIO) -> TextIO | None:
 
 
 def _json_value(value: Any) -> Any:
+    """The value with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -514,6 +526,7 @@ class RichProgress(_StageProgress):
         self._console = console if console is not None else Terminal()
         self._message = ""
         self._is_stopping = False
+        self._is_broken = False
         self._has_printed_summary = False  # the last report of the stage was printed
         self._live = Live(
             console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True
@@ -562,7 +575,8 @@ class RichProgress(_StageProgress):
         try:
             draw()
         except (OSError, ValueError) as error:
-            self._warn_once(error)
+            self._is_broken = True
+            self._warn(error)
 
     def _render(self) -> Group:
         stage = self._stage

@@ -37,22 +37,24 @@ _log = logging.getLogger(__name__)
 
 
 class TrackingSettings(Settings):
-    """Names of a run in trackers, and the rollouts that they get.
-
-    ``name``: the name of the run (None: that of its folder). ``entity`` (a user or a team) and ``tags`` are
-    for W&B, ``group`` is for W&B and Trackio. The first ``num_rollouts`` groups of a training step send one
-    rollout each to a table, in the first step and after every ``rollouts_every`` steps (0: never). An
-    evaluation sends one rollout of each task.
+    """Names of a run in trackers, and the rollouts that they get. An evaluation sends one rollout of each
+    task.
     """
 
     project: str = "outrider"
     """Project of the run in W&B and Trackio."""
     entity: str | None = None
+    """User or team in W&B."""
     group: str | None = None
+    """Group of the run in W&B and Trackio."""
     name: str | None = None
+    """Name of the run (None: that of its folder)."""
     tags: tuple[str, ...] = ()
+    """Tags of the run in W&B."""
     num_rollouts: int = Field(4, ge=0)
+    """Number of groups of a training step, the first ones, that send one rollout each to a table."""
     rollouts_every: int = Field(10, ge=0)
+    """Interval in training steps between the steps that send rollouts, from the first one on (0: never)."""
 
     def sends_rollouts(self, step: int) -> bool:
         """Return whether rollouts of this training step (from 1) are sent."""

@@ -174,7 +174,9 @@ def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", 
     if precision != "auto":
         return precision
     if torch.device(device).type == "cuda":
-        return "bfloat16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "float32"
+        # by default, a GPU that only emulates bfloat16 (T4, V100) would count as well
+        is_native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if is_native else "float32"
     fast = read_processor().multiplies_bfloat16 and onednn.can_pack(torch.bfloat16)
     return "bfloat16" if fast else "float32"
 

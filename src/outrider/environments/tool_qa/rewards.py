@@ -529,6 +529,11 @@ class RewardFunction:
                 raise InvalidResult(
                     f"{self.path} returned {describe(result)} for one completion, no list with one reward"
                 ) from error
+        if result is None:
+            raise InvalidResult(
+                f"{self.path} returned None, which TRL allows for a reward that does not apply; Outrider "
+                "needs a number for every completion, for example 0.0"
+            )
         return as_float(result, f"the reward of {self.path}")
 
     def _trl(self, task: Task, completion: str) -> dict[str, Any]:
