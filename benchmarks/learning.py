@@ -148,8 +148,8 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     def report() -> None:
         comparison = compare_all(plan, chosen)
         if comparison is not None:
-            said = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
-            text = f"{factbook_table(chosen, comparison).text}\n\n{said}".strip()
+            notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
+            text = f"{factbook_table(chosen, comparison).text}\n\n{notes}".strip()
             _write(plan.out / "factbook.md", text)
             print(text, flush=True)
 
