@@ -109,7 +109,12 @@ def test_the_export_is_the_newest_checkpoint(root: Path, whole: Path) -> None:
     assert all(torch.equal(exported[name].float(), written[name]) for name in shared)
     assert (out / "tokenizer.json").exists() and json.loads((out / "config.json").read_text())
     description = json.loads((out / "outrider.json").read_text())
-    assert description == {"template_kwargs": {}, "history_thinking": "keep", "call_format": None}
+    assert description == {
+        "template_kwargs": {},
+        "history_thinking": "keep",
+        "call_format": None,
+        "stop": ["</search>", "</answer>"],
+    }
     again = forked_outrider("export", whole, "--out", out)
     assert again.returncode == 2 and "is not empty" in again.stderr
 

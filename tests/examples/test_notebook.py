@@ -73,7 +73,7 @@ def test_the_notebook_of_the_demo_trains(tmp_path: Path) -> None:
     (cell,) = (one for one in notebook.cells if one.id == "train")
     notebook.cells.append(nbformat.v4.new_code_cell(cell.source, id="again"))  # it resumes what it finds
     played = _execute(notebook, tmp_path)
-    assert "train 2/2" in _printed(played, "train")
+    assert "step 2/2" in _printed(played, "train")
     for cell_id in ("train", "again"):
         assert _shown(played, cell_id).startswith(
             "<Run runs/demo: rapo on factbook, 2 of 2 steps, after RAPO:"

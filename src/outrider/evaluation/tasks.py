@@ -73,10 +73,12 @@ def with_run_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     run_environment = {key: value for key, value in environment.items() if key not in (*_DATA, "reward")}
     reward = {key: value for key, value in environment.get("reward", {}).items() if key in _PROMPT_KEYS}
     overrides, limits = values.get("environment") or {}, values.get("rollout") or {}
+    # The last limit of growing turn limits is that of an evaluation; the earlier ones belong to training.
+    rollout = {key: value for key, value in config.get("rollout", {}).items() if key in Limits.model_fields}
     return {
         **values,
         "environment": {**run_environment, "reward": reward, **overrides},
-        "rollout": {**config.get("rollout", {}), **limits},
+        "rollout": {**rollout, **limits},
     }
 
 
