@@ -171,7 +171,9 @@ def _resumed(device: str, folder: Path) -> str:
 
 
 def _trained(command: Sequence[str]) -> None:
-    """Raise SystemExit with the last line of the run."""
+    """Raise SystemExit with the end of what the run printed."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit((done.stderr.strip().splitlines() or ["outrider printed nothing"])[-1])
+        print(done.stderr, file=sys.stderr)
+        errors = [line for line in done.stderr.splitlines() if "Error" in line or line.startswith("outrider")]
+        raise SystemExit((errors or ["outrider printed no error"])[-1])

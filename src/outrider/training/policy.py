@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from outrider.engines.local.attention import FlexPlan, Plan, Segment, TreePlan
+from outrider.engines.local.attention import LEAST_HEAD_SIZE, FlexPlan, Plan, Segment, TreePlan
 from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
     EAGER,
@@ -506,7 +506,7 @@ class Scorer:
         self, language_model: LanguageModel, *, ranks: Ranks | None = None, uses_flex: bool = False
     ) -> None:
         self.language_model = language_model
-        self.uses_flex = uses_flex and language_model.unpacked is None
+        self.uses_flex = uses_flex and language_model.unpacked is None and _has_flex_kernel(language_model)
         self.model = language_model.model
         self.ranks: Ranks = ranks or SingleRank()
         unpacked, model = language_model.unpacked, language_model.model
@@ -548,6 +548,12 @@ class Scorer:
         logprobs_U, _ = self.scoring(ids_N, positions_N, plan, index_U.to(device), index_U.to(device))
         loss: Tensor = 0.0 * logprobs_U.sum()
         return loss
+
+
+def _has_flex_kernel(language_model: LanguageModel) -> bool:
+    config = language_model.model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return bool(size >= LEAST_HEAD_SIZE)
 
 
 class Policy(Scorer):

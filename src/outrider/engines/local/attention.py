@@ -30,6 +30,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from outrider.errors import ModelError
 
 IMPLEMENTATION = "outrider"
+LEAST_HEAD_SIZE: Final = 16  # of flex attention's kernel
 BLOCK: Final = 128  # positions of a side of the blocks of flex attention's mask
 PROGRAMS: Final = 256
 """Programs that may be compiled for one process: each length, with and without gradient, for every kind of

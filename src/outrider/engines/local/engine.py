@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
 from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
+from outrider.engines.local.decode_graphs import DecodeGraphs
 from outrider.engines.local.model import LanguageModel, declared_context
 from outrider.engines.local.sampling import StopStrings, request_stream, sample
 from outrider.engines.local.unpacked import Unpacked, cached_logits, compute_logits
@@ -204,6 +205,7 @@ class LocalEngine(_Engine):
         self._few_rows = FewRows(language_model.model)
         self._use_few_rows = False
         self._packed = PackedLinears(language_model.model)
+        self._graphs = DecodeGraphs(language_model)
         # slot -> (cache key, or None if it is free; the ids whose keys and values it has)
         self._slots: list[tuple[str | None, Ids]] = []
 
@@ -217,6 +219,7 @@ class LocalEngine(_Engine):
         """Free the memory of keys, values and packed weights for an update."""
         self._packed.drop()
         self._few_rows.drop()
+        self._graphs.drop()
         self._slots = []
         self._cache = SlotCache(dtype=self._lm.dtype, device=self._device)
 
@@ -411,6 +414,15 @@ class LocalEngine(_Engine):
     def _next_logits(self, active: list[_Row]) -> Tensor:
         # the newest token is not in the cache yet: this step writes it at position `length`
         stored = [row.length + len(row.ids) - 1 for row in active]
+        newest = [row.ids[-1] for row in active]
+        for slot, row in enumerate(active):
+            key, ids = self._slots[slot]
+            self._slots[slot] = (key, (*ids, row.ids[-1]))
+        if self._graphs.is_supported:
+            self._reserve(max(len(self._slots) + 1, self._graphs.num_slots(len(active))), 1)
+            logits = self._graphs.logits(newest, stored, self._cache, used_slots=len(self._slots))
+            if logits is not None:
+                return logits
         num_seen = max(stored) + 1  # from host data: reading it from a GPU would wait for all queued work
         lengths = torch.tensor(stored, device=self._device)
         plan = DecodePlan(
@@ -419,13 +431,10 @@ class LocalEngine(_Engine):
             mask_B11T=decode_mask(lengths, num_seen, dtype=self._lm.dtype),
             rows_B=torch.arange(len(active), device=self._device),
         )
-        newest_B1 = torch.tensor([[row.ids[-1]] for row in active])
-        for slot, row in enumerate(active):
-            key, ids = self._slots[slot]
-            self._slots[slot] = (key, (*ids, row.ids[-1]))
+        newest_B1 = torch.tensor(newest)[:, None]
         if self._use_few_rows and len(active) <= MAX_ROWS:
             return self._few_rows.logits(newest_B1, lengths[:, None], plan)[:, 0]
-        logits: Tensor = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
+        logits = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
         return logits
 
 

@@ -1,0 +1,124 @@
+"""Decoding steps as graphs: padded rows and positions give the tokens of a plain step. A GPU's capture is
+replaced by computing the step again at every replay.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from outrider.engines.base import Request
+from outrider.engines.local import decode_graphs
+from outrider.engines.local.attention import SlotCache
+from outrider.engines.local.decode_graphs import DecodeGraphs
+from outrider.engines.local.engine import LocalEngine
+from outrider.engines.local.model import LanguageModel
+from tests.tiny import tiny_model
+
+
+class _Replayed(DecodeGraphs):
+    """Computes the step at every replay, from the inputs' memory as a graph does."""
+
+    num_captured = 0
+
+    def _capture(self, inputs_3B, num_seen, cache):
+        self.num_captured += 1
+        step = partial(self._step, inputs_3B, num_seen, cache)
+        logits_BV = step().clone()
+
+        class Graph:
+            def replay(self) -> None:
+                logits_BV.copy_(step())
+
+        return decode_graphs._Captured(Graph(), inputs_3B, logits_BV)
+
+
+@pytest.fixture(scope="module")
+def model() -> LanguageModel:
+    return tiny_model()
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(decode_graphs, "_LEAST_ROWS", 4)
+    monkeypatch.setattr(decode_graphs, "_LEAST_POSITIONS", 16)
+    return
+
+
+def _engines(model, **options) -> tuple[LocalEngine, LocalEngine]:
+    plain, graphs = (LocalEngine(model, **options) for _ in range(2))
+    graphs._graphs = _Replayed(model)
+    graphs._graphs.is_supported = True
+    return plain, graphs
+
+
+def _requests(num: int, *, turn: int = 0) -> list[Request]:
+    # of different lengths, so that rows leave at different times and the buckets of rows shrink
+    return [
+        Request(
+            request_id=f"{turn}-{i}", token_ids=tuple(range(3, 10 + 2 * i + 6 * turn)), max_tokens=3 + 5 * i,
+            seed=100 * turn + i, cache_key=str(i),
+        )
+        for i in range(num)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("max_rows", [3, 64])
+def test_padded_steps_sample_the_tokens_of_plain_steps(model, max_rows):
+    plain, graphs = _engines(model, max_rows=max_rows)
+    for turn in range(2):
+        requests = _requests(7, turn=turn)
+        ours, theirs = graphs.generate(requests), plain.generate(requests)
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.num_prefilled_tokens == other.num_prefilled_tokens
+    assert graphs._graphs.num_captured > 2
+
+
+def test_padding_writes_into_no_slot_of_a_rollout(model):
+    _, graphs = _engines(model)
+    graphs.generate(_requests(5))
+    kept = {slot: ids for slot, (key, ids) in enumerate(graphs._slots) if key is not None}
+    keys = next(iter(graphs._cache.layers.values()))[0].clone()
+    graphs.generate([Request(request_id="x", token_ids=(5, 6, 7), max_tokens=12, seed=0)])
+    after = next(iter(graphs._cache.layers.values()))[0]
+    moved = {ids: slot for slot, (_, ids) in enumerate(graphs._slots)}
+    for slot, ids in kept.items():
+        length = len(ids) - 1  # the newest token is not stored yet
+        torch.testing.assert_close(after[moved[ids], :, :length], keys[slot, :, :length])
+
+
+def test_a_grown_or_freed_cache_is_captured_again(model):
+    plain, graphs = _engines(model)
+    for requests in (_requests(2), _requests(6)):
+        assert [one.token_ids for one in graphs.generate(requests)] == [
+            one.token_ids for one in plain.generate(requests)
+        ]
+    before = graphs._graphs.num_captured
+    graphs.free_cache()
+    assert not graphs._graphs._captured
+    graphs.generate(_requests(2))
+    assert graphs._graphs.num_captured > before
+
+
+def test_a_model_that_cannot_be_captured_decodes_plainly_and_warns_once(model, monkeypatch):
+    plain, graphs = _engines(model)
+
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors")
+
+    monkeypatch.setattr(graphs._graphs, "_capture", refuse)
+    with pytest.warns(UserWarning, match=r"without CUDA graphs.*operation not permitted") as caught:
+        ours = graphs.generate(_requests(3))
+    assert len(caught) == 1
+    assert [one.token_ids for one in ours] == [one.token_ids for one in plain.generate(_requests(3))]
+
+
+def test_the_spare_slot_is_behind_those_of_the_rollouts(model):
+    graphs = _Replayed(model)
+    cache = SlotCache(dtype=torch.float32, device=torch.device("cpu"))
+    cache.reserve(4, 128)
+    cache.layer(0, torch.zeros(1, 2, 1, 8))
+    with pytest.raises(AssertionError):
+        graphs.logits([3], [1], cache, used_slots=4)
