@@ -122,7 +122,7 @@ def run_stage(
         ], False
     limit = min(stage.share, left)
     command = [sys.executable, "-m", "benchmarks.gpu_stage", stage.name, stage.shape]
-    command += ["--device", given.device, "--folder", str(folder)]
+    command += ["--device", given.device, "--folder", str(folder), "--repeats", str(given.repeats)]
     command += ["--vllm", given.vllm] if given.vllm else []
     print(f"{name}, at most {limit:.0f} s", flush=True)
     log = folder / f"{stage.name}-{stage.shape}.log"
@@ -157,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=25.0, help="the whole takes no longer")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["demo", "1.5B", "7B"])
+    parser.add_argument("--repeats", type=int, default=3, help="rates are medians of this number")
     parser.add_argument("--only", nargs="+", help="names of stages")
     parser.add_argument("--vllm", help="a Python that has vLLM, where this one has not")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), help="logs and runs")

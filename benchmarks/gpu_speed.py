@@ -48,7 +48,9 @@ class SharedPlain(Plain):
             self.model.config._attn_implementation = IMPLEMENTATION
 
 
-def generation(name: str, device: str, limits: Limits, vllm: str | None, rows: RowFile) -> None:
+def generation(
+    name: str, device: str, limits: Limits, vllm: str | None, rows: RowFile, *, repeats: int
+) -> None:
     """New tokens a second of every side, and the share of the bandwidth in decoding."""
     made = make_model(name, device=device, dtype=torch.bfloat16)
     _decoding(name, made, device, limits, rows)
@@ -59,14 +61,18 @@ def generation(name: str, device: str, limits: Limits, vllm: str | None, rows: R
     base = {}
     for told, workload in workloads(name).items():
         runs = {side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}
-        rates = alternate(runs, repeats(name), device=device)
+        rates = alternate(runs, repeats, device=device)
         base[told] = rates["generate"]
         cells = zip(rates, against(rates, "generate"), strict=True)
-        rows.add(f"{name}: {told}, new tokens/s", "; ".join(f"{side} {cell}" for side, cell in cells))
+        rows.add(
+            f"{name}: {told}, new tokens/s",
+            "; ".join(f"{side} {cell}" for side, cell in cells),
+            medians(repeats),
+        )
     for one in sides.values():
         one.close()
     # Last, because it takes longest to start, and alone, because its process allocates a share of the memory.
-    _beside_vllm(name, made, vllm, base, device, rows)
+    _beside_vllm(name, made, vllm, base, device, rows, repeats)
 
 
 def workloads(name: str) -> dict[str, Workload]:
@@ -74,13 +80,19 @@ def workloads(name: str) -> dict[str, Workload]:
     return _TINY if name == TINY else {**WORKLOADS, **_MANY}
 
 
-def repeats(name: str) -> int:
-    """Return the number of repetitions, of which the median counts."""
-    return 1 if name == TINY else 3
+def medians(repeats: int) -> str:
+    """Describe what a rate is."""
+    return f"medians of {repeats}"
 
 
 def _beside_vllm(
-    name: str, made: Made, vllm: str | None, base: dict[str, float], device: str, rows: RowFile
+    name: str,
+    made: Made,
+    vllm: str | None,
+    base: dict[str, float],
+    device: str,
+    rows: RowFile,
+    repeats: int,
 ) -> None:
     if (python := vllm_python(vllm)) is None:
         rows.add(f"{name}: vLLM", "skipped: not in this Python, and --vllm names no other one")
@@ -92,7 +104,7 @@ def _beside_vllm(
             side = Vllm(python, folder, "bfloat16", eager=False, threads=1, options=options)
             for told, workload in workloads(name).items():
                 run = {"vllm": lambda w=workload: play(side, w)}
-                rate = alternate(run, repeats(name), device=device)["vllm"]
+                rate = alternate(run, repeats, device=device)["vllm"]
                 rows.add(
                     f"{name}: {told}, new tokens/s", f"vllm {rate:.0f} ({rate / base[told]:.2f} x generate)"
                 )
@@ -145,7 +157,7 @@ def _prompts(num: int, context: int, new: int) -> list[Request]:
     ]  # fmt: skip
 
 
-def updates(name: str, device: str, limits: Limits, rows: RowFile) -> None:
+def updates(name: str, device: str, limits: Limits, rows: RowFile, *, repeats: int) -> None:
     """Measure forward and backward pass compared with a padded one, the share of the matrix rate, and the
     peak memory with an optimizer step.
     """
@@ -165,7 +177,7 @@ def updates(name: str, device: str, limits: Limits, rows: RowFile) -> None:
     forget(device)
     for told, shape in shapes.items():
         run = packed(policy, shape)
-        rates = alternate({"outrider": run}, repeats(name), device=device)
+        rates = alternate({"outrider": run}, repeats, device=device)
         useful = sum(update_operations(made.shape, one, trains_all=not lora) for one in batches(shape))
         num_padded = shape.rollouts * (shape.shared + shape.own + shape.new)
         share = useful * rates["outrider"] / num_padded / limits.product
@@ -178,7 +190,7 @@ def updates(name: str, device: str, limits: Limits, rows: RowFile) -> None:
     peak = peak_memory(device) - before
     beside = "plan does not count adapters" if lora else f"plan {planned / _GB:.2f} GB"
     rows.add(f"{name}: peak memory of an update, {kind}", f"{peak / _GB:.2f} GB", beside)
-    _beside_padded(name, made, policy, shapes, device, rows)
+    _beside_padded(name, made, policy, shapes, device, rows, repeats)
 
 
 def _step(policy: Policy, shape: Shape) -> None:
@@ -190,7 +202,13 @@ def _step(policy: Policy, shape: Shape) -> None:
 
 
 def _beside_padded(
-    name: str, made: Made, policy: Policy, shapes: dict[str, Shape], device: str, rows: RowFile
+    name: str,
+    made: Made,
+    policy: Policy,
+    shapes: dict[str, Shape],
+    device: str,
+    rows: RowFile,
+    repeats: int,
 ) -> None:
     """Measure float32 weights with autocast, as in a plain trainer, if there is room for a second model."""
     needed = MARGIN * 3 * 4 * made.shape.num_parameters  # weights, gradients, activations of as much
@@ -202,10 +220,12 @@ def _beside_padded(
         plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     for told, shape in shapes.items():
         sides = {"padded": padded(plain, shape, lower=True), "outrider": packed(policy, shape)}
-        rates = alternate(sides, repeats(name), device=device)
+        rates = alternate(sides, repeats, device=device)
         cells = zip(rates, against(rates, "padded"), strict=True)
         rows.add(
-            f"{name}: update, {told}, padded tokens/s", "; ".join(f"{side} {cell}" for side, cell in cells)
+            f"{name}: update, {told}, padded tokens/s",
+            "; ".join(f"{side} {cell}" for side, cell in cells),
+            medians(repeats),
         )
 
 

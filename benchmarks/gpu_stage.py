@@ -20,7 +20,7 @@ from outrider.training.policy import set_threads
 LIMITS = "limits.json"
 
 
-def measure(stage: str, shape: str, *, device: str, folder: Path, vllm: str | None) -> None:
+def measure(stage: str, shape: str, *, device: str, folder: Path, vllm: str | None, repeats: int) -> None:
     """Write the rows of a stage to ``folder``. The stage ``limits`` must run before those of speed."""
     set_threads(torch.get_num_threads(), device=device)
     rows = RowFile(folder / f"{stage}-{shape}.jsonl")
@@ -43,9 +43,9 @@ def measure(stage: str, shape: str, *, device: str, folder: Path, vllm: str | No
     else:
         limits = Limits(**json.loads((folder / LIMITS).read_text(encoding="utf-8")))
         if stage == "generation":
-            generation(shape, device, limits, vllm, rows)
+            generation(shape, device, limits, vllm, rows, repeats=repeats)
         else:
-            updates(shape, device, limits, rows)
+            updates(shape, device, limits, rows, repeats=repeats)
 
 
 def main() -> None:
@@ -58,8 +58,16 @@ def main() -> None:
     parser.add_argument("--device", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--vllm")
+    parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    measure(given.stage, given.shape, device=given.device, folder=given.folder, vllm=given.vllm)
+    measure(
+        given.stage,
+        given.shape,
+        device=given.device,
+        folder=given.folder,
+        vllm=given.vllm,
+        repeats=given.repeats,
+    )
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def stage(
     monkeypatch.setattr(
         gpu, "_run", lambda command, log, limit: run([command[0], "-c", write + program], log, limit)
     )
-    settings = argparse.Namespace(device="cpu", vllm=None)
+    settings = argparse.Namespace(device="cpu", vllm=None, repeats=1)
     asked = gpu.Stage(name="update", shape="tiny", share=300.0, least=1.0)
     return gpu.run_stage(asked, settings, folder, time.monotonic() + left)
 
@@ -202,7 +202,7 @@ def test_a_step_reads_every_weight_but_an_untied_embedding() -> None:
 def test_contracts_and_generation_on_a_cpu(tmp_path: Path) -> None:
     rows = RowFile(tmp_path / "rows.jsonl")
     contracts("tiny", "cpu", tmp_path, rows)
-    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), None, rows)
+    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), None, rows, repeats=1)
     told = {row.what: row.measured for row in rows.read()}
     assert told["contract, local engine, float32"] == told["contract, local engine, bfloat16"] == "holds"
     assert told["tiny: vLLM"].startswith("skipped") and told["contract, vLLM engine"].startswith("skipped")
@@ -214,7 +214,7 @@ def test_contracts_and_generation_on_a_cpu(tmp_path: Path) -> None:
 def test_a_vllm_process_that_ends_is_a_row(tmp_path: Path) -> None:
     """A Python that has none: its process ends at once."""
     rows = RowFile(tmp_path / "rows.jsonl")
-    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), sys.executable, rows)
+    generation("tiny", "cpu", Limits(copy=1e9, product=1e12), sys.executable, rows, repeats=1)
     assert rows.read()[-1].measured.startswith("failed: vLLM's process ended")
 
 
@@ -223,14 +223,14 @@ def test_a_model_that_does_not_fit_trains_adapters(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(gpu_speed, "free_memory", lambda device: 1.0)
     rows = RowFile(tmp_path / "rows.jsonl")
-    updates("tiny", "cpu", Limits(copy=1e9, product=1e12), rows)
+    updates("tiny", "cpu", Limits(copy=1e9, product=1e12), rows, repeats=1)
     told = {row.what: row for row in rows.read()}
     assert (
         told["tiny: peak memory of an update, adapters of rank 16"].beside == "plan does not count adapters"
     )
     assert "do not fit" in told["tiny: padded update"].measured
     monkeypatch.setattr(gpu_speed.importlib.util, "find_spec", lambda name: None)
-    updates("tiny", "cpu", Limits(copy=1e9, product=1e12), rows)
+    updates("tiny", "cpu", Limits(copy=1e9, product=1e12), rows, repeats=1)
     assert "peft is not installed" in rows.read()[-1].measured
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from outrider.engines.base import Request
 from outrider.engines.local import decode_graphs
 from outrider.engines.local.attention import SlotCache

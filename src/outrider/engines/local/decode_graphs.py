@@ -1,8 +1,8 @@
 """Decoding steps as CUDA graphs.
 
-A decoding step of a small model is a thousand short kernels, and starting them from Python takes longer than
-their work. A graph starts all of them at once. It has fixed shapes and addresses: rows are padded to a bucket,
-and so are the positions that attention reads; padding writes into a slot that no rollout uses.
+A decoding step of a small model is a thousand short kernels, and starting them from Python takes longer
+than their work. A graph starts all of them at once. It has fixed shapes and addresses: rows are padded to a
+bucket, and so are the positions that attention reads; padding writes into a slot that no rollout uses.
 """
 
 import warnings

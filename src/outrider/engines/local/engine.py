@@ -192,15 +192,16 @@ class LocalEngine(_Engine):
         *,
         context_length: int | None = None,
         max_rows: int = 256,
-        prefill_tokens: int = 1024,
+        prefill_tokens: int | None = None,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         if language_model.unpacked is not None:
             raise ModelError(f"this model does not run packed: {language_model.unpacked.why}")
         super().__init__(language_model, context_length, on_tokens)
         self._max_rows = max_rows
-        self._prefill_tokens = prefill_tokens
         self._device = language_model.device
+        # A GPU computes many tokens in the time that it takes to start the kernels of a few.
+        self._prefill_tokens = prefill_tokens or (1024 if self._device.type == "cpu" else 8192)
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._few_rows = FewRows(language_model.model)
         self._use_few_rows = False
@@ -399,16 +400,19 @@ class LocalEngine(_Engine):
         num = len(active)
         position = 0
         while position < num:
-            if active[position].reason is None:
+            last = num - 1
+            if active[position].reason is None and active[last].reason is None:
                 position += 1
                 continue
-            if active[position].request.cache_key is None:
-                self._slots[position] = (None, self._slots[position][1])
-            num -= 1
-            if position != num:
-                self._swap(position, num)
-                active[position], active[num] = active[num], active[position]
-                active[position].slot = position
+            # A finished last row stays where it is: there is nothing to move.
+            finished = position if active[last].reason is None else last
+            if active[finished].request.cache_key is None:
+                self._slots[finished] = (None, self._slots[finished][1])
+            num = last
+            if finished != last:
+                self._swap(finished, last)
+                active[finished], active[last] = active[last], active[finished]
+                active[finished].slot = finished
         return active[:num]
 
     def _next_logits(self, active: list[_Row]) -> Tensor:
