@@ -18,15 +18,18 @@ def demo(shape: str, device: str, folder: Path, rows: RowFile) -> None:
     run = folder / "demo"
     command = [
         sys.executable, "-m", "outrider", "train", "recipes/demo.toml", "--run", str(run),
-        "--progress", "none", f"model.device={device}", "model.precision=auto",
+        "--progress", "plain", f"model.device={device}", "model.precision=auto",
     ]  # fmt: skip
     if shape == TINY:
         command.append("--smoke")
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    with (folder / "demo.log").open("w+", encoding="utf-8") as log:  # what a stopped run had reached
+        done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, text=True, check=False)
+        log.seek(0)
+        printed = log.read()
     for what, measured in told(run):
         rows.add(f"demo: {what}", measured)
     if done.returncode:
-        raise SystemExit(" ".join(done.stderr.split()[-40:]))
+        raise SystemExit(" ".join(printed.split()[-40:]))
 
 
 def told(run: Path) -> list[tuple[str, str]]:

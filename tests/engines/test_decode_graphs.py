@@ -43,6 +43,7 @@ def model() -> LanguageModel:
 def _small_buckets(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr(decode_graphs, "_LEAST_ROWS", 4)
     monkeypatch.setattr(decode_graphs, "_LEAST_POSITIONS", 16)
+    monkeypatch.setattr(decode_graphs, "_LEAST_USES", 2)
     return
 
 
@@ -123,3 +124,13 @@ def test_the_spare_slot_is_behind_those_of_the_rollouts(model):
     cache.layer(0, torch.zeros(1, 2, 1, 8))
     with pytest.raises(AssertionError):
         graphs.logits([3], [1], cache, used_slots=4)
+
+
+def test_a_bucket_is_captured_when_it_is_used_again(model, monkeypatch):
+    monkeypatch.setattr(decode_graphs, "_LEAST_USES", 3)
+    _, graphs = _engines(model)
+    one = Request(request_id="x", token_ids=(5, 6, 7), max_tokens=3, seed=0)  # two steps after the prefill
+    graphs.generate([one])
+    assert not graphs._graphs._captured
+    graphs.generate([one])
+    assert len(graphs._graphs._captured) == 1

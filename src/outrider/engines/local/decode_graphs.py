@@ -6,6 +6,7 @@ bucket, and so are the positions that attention reads; padding writes into a slo
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from outrider.engines.local.model import LanguageModel
 
 _LEAST_ROWS = 8
 _LEAST_POSITIONS = 512
+_LEAST_USES = 3  # a capture takes as long as a few steps, and a bucket may be left after one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,13 @@ class DecodeGraphs:
         self._lm = language_model
         self.is_supported = language_model.device.type == "cuda"
         self._captured: dict[tuple[int, int], _Captured] = {}
+        self._num_uses: Counter[tuple[int, int]] = Counter()
         self._keys: Tensor | None = None  # of the cache that was captured
 
     def drop(self) -> None:
         """Free the graphs and their memory."""
         self._captured.clear()
+        self._num_uses.clear()
         self._keys = None
 
     @staticmethod
@@ -54,8 +58,10 @@ class DecodeGraphs:
         self, newest: Sequence[int], stored: Sequence[int], cache: SlotCache, *, used_slots: int
     ) -> Tensor | None:
         """Return the logits [B, V] after the ids ``newest`` of the slots 0..B-1, which have ``stored``
-        positions; None if the model cannot be captured, which is reported once. The next call overwrites
-        them. The cache has :meth:`num_slots` and one more than ``used_slots``.
+        positions. The next call overwrites them. The cache has :meth:`num_slots` and one more than
+        ``used_slots``.
+
+        None for the first steps of a bucket, and if the model cannot be captured, which is reported once.
         """
         keys = next(iter(cache.layers.values()))[0]
         if keys is not self._keys:
@@ -73,6 +79,9 @@ class DecodeGraphs:
         )
         num_seen = min(_bucket(max(stored) + 1, _LEAST_POSITIONS), cache.num_positions)
         key = (num_rows + padding, num_seen)
+        self._num_uses[key] += 1
+        if self._num_uses[key] < _LEAST_USES:
+            return None
         captured = self._captured.get(key)
         if captured is None:
             try:
@@ -94,13 +103,13 @@ class DecodeGraphs:
         warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
         # Every row writes its own position of the cache: sorting the indices would cost more than the step.
         torch.use_deterministic_algorithms(False)
+        graph = torch.cuda.CUDAGraph()
         try:
             side = torch.cuda.Stream(inputs_3B.device)
             side.wait_stream(torch.cuda.current_stream(inputs_3B.device))
             with torch.cuda.stream(side):
                 step()  # libraries allocate at their first call, which a capture forbids
             torch.cuda.current_stream(inputs_3B.device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
                 logits_BV = step()
         finally:
