@@ -74,7 +74,7 @@ def test_every_extra_on_a_page_exists() -> None:
 
 
 def test_every_page_says_the_same_about_gpus() -> None:
-    """As long as the record has no training of a real model, the pages about GPUs say so in one sentence; others
+    """As long as the record has no training of a real model, pages about GPUs say so in one sentence; others
     link.
     """
     record = json.loads((ROOT / "records" / "gpu.json").read_text(encoding="utf-8"))

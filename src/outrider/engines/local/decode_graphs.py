@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ class DecodeGraphs:
         logits: Tensor = self._lm.head(self._lm.hidden(ids_B[:, None], lengths_B[:, None], plan)[:, 0])
         return logits
 
-    def _pool(self) -> tuple[int, int] | None:
+    def _pool(self) -> Any:
         """One memory for all graphs, of which one runs at a time."""
         first = next(iter(self._captured.values()), None)
         return None if first is None else first.graph.pool()

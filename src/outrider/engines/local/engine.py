@@ -438,8 +438,8 @@ class LocalEngine(_Engine):
         newest_B1 = torch.tensor(newest)[:, None]
         if self._use_few_rows and len(active) <= MAX_ROWS:
             return self._few_rows.logits(newest_B1, lengths[:, None], plan)[:, 0]
-        logits = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
-        return logits
+        output: Tensor = self._lm.head(self._lm.hidden(newest_B1, lengths[:, None], plan)[:, 0])
+        return output
 
 
 def _unnamed(request: Request) -> str:
