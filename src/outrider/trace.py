@@ -28,6 +28,10 @@ class Share:
 
 DESCRIBED_TOOLS: Final = "described_tools"
 """Key of a prompt node's metadata: names of tools that are described in its ids, but not in its message."""
+BODY: Final = "body"
+"""Key of an environment node's metadata: ``[start, end)`` positions of the tokens of the environment's text,
+without those of the chat template. Written only if the update trains on these tokens (``observation_nll``).
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +87,13 @@ class Node:
         if self.trainable or self.origin is Origin.MEMORY or not self.message.content:
             return False
         return self.origin is not Origin.BUFFER or "num_tool_calls" in self.metadata
+
+    @property
+    def body_positions(self) -> frozenset[int]:
+        """Positions of the tokens of the environment's text, if they were recorded (:data:`BODY`)."""
+        if self.origin is not Origin.ENVIRONMENT:
+            return frozenset()
+        return frozenset(at for start, end in self.metadata.get(BODY, ()) for at in range(start, end))
 
     @property
     def mean_entropy(self) -> float:

@@ -34,6 +34,7 @@ OBJECTIVE: dict[str, Any] = {
     "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
     "max_length": None, "pass_k": None,
     "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0, "entropy_bonus": 0.0,
+    "observation_nll": 0.0,
     "kl_weight": 0.0, "kl_estimator": "k2",
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
@@ -91,6 +92,7 @@ CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, An
     (ObjectiveSettings, "max_length", 1, None, {"aggregation": "constant_length"}),
     (SamplerCorrection, "lower", 0.0, None, {}),
     (ObjectiveSettings, "positive_nll", 0.0, None, {}),
+    (ObjectiveSettings, "observation_nll", 0.0, None, {}),
     (ObjectiveSettings, "kl_weight", 0.0, None, {}),
     (OffPolicyObjective, "min_probability", 0.0, None, {}),
     (GppoLoss, "clip_low", 0.0, 1.0, {}),

@@ -36,7 +36,8 @@ def differs(found: Found, wanted: Found) -> list[str]:
     if found.gradients and (apart := distance(found.gradients, wanted.gradients)) > PROMISE:
         differences.append(f"gradient {apart:.1e}")
     assert found.metrics.keys() == wanted.metrics.keys()
-    for name in ("loss/policy", "loss/kl", "loss/positive_nll", "loss/entropy", "grad/norm"):
+    terms = ("policy", "kl", "positive_nll", "observation_nll", "entropy")
+    for name in (*(f"loss/{term}" for term in terms), "grad/norm"):
         if name in wanted.metrics and found.metrics[name] != pytest.approx(
             wanted.metrics[name], rel=PROMISE, abs=PROMISE
         ):
@@ -71,6 +72,17 @@ def test_every_objective_has_the_gradient_of_one_process(
         if found := differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted):
             differences[name] = found
     assert differences == {}
+
+
+def test_observations_are_counted_over_all_ranks(ranks_of: RanksOf, folder: Path) -> None:
+    policy, _ = alone(folder)
+    traces = near_the_truth(policy, groups(5, rollouts=3, longest=16))
+    objective = objective_of("echo")
+    wanted = run(policy, None, traces, objective, SETTINGS)
+    assert wanted.metrics["loss/observation_nll"] > 0
+    ranks = ranks_of(2)
+    ranks.call("anew")
+    assert differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted) == []
 
 
 @pytest.mark.parametrize("size", [2, 3])

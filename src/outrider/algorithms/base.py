@@ -99,6 +99,10 @@ class ObjectiveSettings(Settings):
     positive_nll: float = Field(0.0, ge=0)
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of an entropy bonus: the mean entropy of the policy over its trained tokens."""
+    observation_nll: float = Field(0.0, ge=0)
+    """Weight of an added loss: the mean negative log-likelihood over the tokens of the environment's text
+    after the prompt (ECHO), without those of the chat template.
+    """
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
     """Estimator of the KL divergence from the reference model in the loss."""
@@ -201,6 +205,13 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
+        if self.observation_nll > 0 and run.environment.keeps_conversations:
+            raise ValueError(
+                "algorithm.observation_nll needs observations that the environment returns, and "
+                f"environment.type = {run.environment.type} leaves the conversation to a program: set 0"
+            )
+        if self.observation_nll > 0 and run.model.history_thinking == "strip":
+            raise ValueError("algorithm.observation_nll needs model.history_thinking = keep")
 
     @property
     def rewards_kl(self) -> bool:

@@ -15,6 +15,9 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          ("mean negative log-likelihood over the tokens of successful rollouts, "
           "before its weight; 0 without any"),
          "falls slowly", "algorithm.positive_nll; entropy/token_mean"),
+        ("observation_nll", "nats",
+         "mean negative log-likelihood over the tokens of the environment's text, before its weight",
+         "falls slowly", "algorithm.observation_nll"),
         ("entropy", "nats", "mean entropy of the policy over its trained tokens, before entropy_bonus",
          "falls slowly", "algorithm.entropy_bonus"),
     ),

@@ -490,11 +490,12 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
     """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) only if the loss has an entropy
-    bonus.
+    bonus. ``observed_M`` are the log-probs of the batch's observation tokens, if it has any.
     """
 
     logprobs_T: Tensor
     entropies_T: Tensor
+    observed_M: Tensor | None = None
 
 
 class Scorer:
@@ -521,11 +522,16 @@ class Scorer:
         logprobs_U, entropies_U = self.scoring(
             ids_N, positions_N, plan, predictors_U, targets_U, trains_entropy
         )
-        if len(batch.token_T) == len(logprobs_U):  # nothing is shared
+        has_observed = len(batch.observed_M) > 0
+        if len(batch.token_T) == len(logprobs_U) and not has_observed:  # nothing is shared
             return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
         # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
         entries = batch.token_T.to(device)
-        return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+        return TokenScores(
+            logprobs_T=logprobs_U[entries],
+            entropies_T=entropies_U[entries],
+            observed_M=logprobs_U[batch.observed_M.to(device)] if has_observed else None,
+        )
 
     def num_computed_tokens(self, batch: PackedBatch) -> int:
         """Tokens that :meth:`score` computes; on the unpacked path a shared token counts once per

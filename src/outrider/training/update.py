@@ -285,8 +285,8 @@ class _MiniBatch:
 
     ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
     weights [T] of their tokens in the loss and, if the objective has such terms, in the likelihood of
-    successful rollouts and in the mean entropy. ``old_scores`` None: the training pass gives the old
-    log-probs.
+    successful rollouts and in the mean entropy, and those [M] of observations in their likelihood.
+    ``old_scores`` None: the training pass gives the old log-probs.
     """
 
     number: int
@@ -295,6 +295,7 @@ class _MiniBatch:
     weights: Sequence[Tensor]
     sft_weights: Sequence[Tensor] | None
     entropy_weights: Sequence[Tensor] | None
+    observation_weights: Sequence[Tensor] | None
     old_scores: Sequence[TokenScores] | None = None
     with_tips: LogprobsWithTips | None = None
 
@@ -335,6 +336,11 @@ class _Update:
             entropy_weights=(
                 mean_weights([~batch.is_off_policy_T for batch in batches], self.policy.ranks)
                 if trained and self.objective.entropy_bonus > 0
+                else None
+            ),
+            observation_weights=(
+                mean_weights([torch.ones_like(batch.observed_M) for batch in batches], self.policy.ranks)
+                if trained and self.objective.observation_nll > 0
                 else None
             ),
         )
@@ -419,6 +425,11 @@ class _Update:
         if mini_batch.sft_weights is not None:
             nll = sft_loss(scores.logprobs_T, mini_batch.sft_weights[index], self.accumulator)
             loss = loss + self.objective.positive_nll * nll
+        if mini_batch.observation_weights is not None and scores.observed_M is not None:
+            weights_M = mini_batch.observation_weights[index].to(scores.observed_M)
+            nll = weighted_loss(losses=-scores.observed_M, weights=weights_M)
+            self.accumulator.add_loss("loss/observation_nll", float(nll.detach()))
+            loss = loss + self.objective.observation_nll * nll
         if mini_batch.entropy_weights is not None:
             weights_T = mini_batch.entropy_weights[index].to(scores.entropies_T)
             entropy = weighted_loss(losses=scores.entropies_T, weights=weights_T)
@@ -617,7 +628,9 @@ def _trained_paths(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -
         trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
-        if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
+        if observes := objective.observation_nll > 0 and any(node.body_positions for node in path.nodes):
+            path = replace(path, scores_observations=True)
+        if any(map(len, advantages)) if trains_all or observes else any(any(values) for values in advantages):
             trained.append(path)
     return trained
 
