@@ -57,7 +57,7 @@ def play(role: Role, *, text: str = "A key", marks: bool = True, tip: str = "", 
 
 def bodies(trace: Trace) -> list[str]:
     return [
-        TOKENIZER.decode([node.token_ids[at] for at in sorted(node.body_positions)])
+        str(TOKENIZER.decode([node.token_ids[at] for at in sorted(node.body_positions)]))
         for node in trace.nodes
         if node.origin is Origin.ENVIRONMENT and node.message.content
     ]

@@ -35,7 +35,8 @@ def written_nll(model: LlamaForCausalLM, paths: Sequence[RolloutPath]) -> Tensor
     """The mean over the observation tokens of every rollout, each rollout alone in its row."""
     values = []
     for path in paths:
-        row, positions = [], []
+        row: list[int] = []
+        positions: list[int] = []
         for node in path.nodes:
             for start, end in node.metadata.get("body", []) if node.origin == "environment" else []:
                 positions += [len(row) + at for at in range(start, end) if len(row) + at > 0]
