@@ -414,11 +414,13 @@ def test_any_split_has_the_same_gradient(distill: dict[str, Any], options: dict[
         assert others == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("case", VECTORS["normalisation"]["cases"], ids=lambda case: case["name"][:40])
+@pytest.mark.parametrize(
+    "case",
+    [case for case in VECTORS["normalisation"]["cases"] if "losses" in case],
+    ids=lambda case: case["name"][:40],
+)
 def test_recorded_means(case: dict[str, Any]) -> None:
     """Token losses are recorded, so the gaps are chosen for them: one token has the loss -gap log S."""
-    if "losses" not in case:
-        pytest.skip("of code whose mean depends on the split")
     trace, rows, helped, student = group(num=len(case["losses"])), [], [], []
     for losses, has_help in zip(case["losses"], case["has_help"], strict=True):
         add_rollout(trace, [[0] * len(losses)], is_helped=False, help_=has_help)
