@@ -139,8 +139,8 @@ class ObjectiveSettings(Settings):
         distill = self.distill
         if distill is not None and distill.form.startswith("advantage_") and self.loss.type == "gspo":
             raise ValueError(
-                f"distill.form = {distill.form} changes the advantages of single tokens, and loss.type = gspo "
-                "has one ratio per rollout: choose another loss or form"
+                f"distill.form = {distill.form} changes the advantages of single tokens, and loss.type = "
+                "gspo has one ratio per rollout: choose another loss or form"
             )
         if distill is not None and distill.skips_policy_term and self.drops_groups:
             raise ValueError(
@@ -221,8 +221,8 @@ class ObjectiveSettings(Settings):
         if distill is not None and distill.teacher == "ema":
             if run.model.lora is not None:
                 raise ValueError(
-                    "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the mean "
-                    "of their product: set teacher = start or frozen"
+                    "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the "
+                    "mean of their product: set teacher = start or frozen"
                 )
             if run.cluster.num_trainers > 1:
                 raise ValueError(

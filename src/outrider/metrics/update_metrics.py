@@ -181,8 +181,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "distill/num_without_help"),
         ("num_tokens", "tokens", "trained tokens with help, over the optimiser steps", "stable",
          "algorithm.distill.where, algorithm.distill.skip_first"),
-        ("help_tokens", "tokens", "tokens of the help of all rollouts; negative if the trained rendering is "
-         "the longer one", "stable", "algorithm.distill.max_help_tokens"),
+        ("help_tokens", "tokens", "tokens of the help of all rollouts", "stable",
+         "algorithm.distill.max_help_tokens"),
         ("gate_mean", "1", "mean gate of the tokens with help", "0.3 to 0.7", "algorithm.distill.gate_beta"),
         ("top_mass_teacher", "1", "probability of the support under the teacher", "above 0.95",
          "algorithm.distill.support"),
