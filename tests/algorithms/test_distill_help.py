@@ -315,7 +315,8 @@ def test_texts_of_a_file_match_by_key_or_metadata_in_file_order(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "line",
-    ['{"task": "a"}', '{"text": "x"}', '{"task": "a", "match": {"b": 1}, "text": "x"}', '{"text": "x", "match": {}}',
+    ['{"task": "a"}', '{"text": "x"}', '{"task": "a", "match": {"b": 1}, "text": "x"}',
+     '{"text": "x", "match": {}}',
      '{"task": "a", "text": " "}', "nonsense", '["text"]'],
 )  # fmt: skip
 def test_a_line_of_a_file_that_cannot_be_used_is_named(tmp_path: Path, line: str) -> None:
