@@ -224,7 +224,10 @@ class ObjectiveSettings(Settings):
         """
         from outrider.algorithms.losses import OldLogprobs
 
-        return OldLogprobs(old_T=start_T, trainer_T=start_T)
+        if with_tips_T is None:
+            return OldLogprobs(old_T=start_T, trainer_T=start_T)
+        trainer_T = with_tips_T.where(~with_tips_T.isnan(), start_T)
+        return OldLogprobs(old_T=trainer_T, trainer_T=trainer_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the loss of every trained token, before sampler correction and aggregation weights."""
