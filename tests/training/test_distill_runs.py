@@ -20,7 +20,9 @@ FILE = ("algorithm.distill.help=file", "algorithm.distill.path=help.jsonl")
 HOUSE = (
     "model.name={root}/model-house",
     'environment={{type="house", num_train=4, num_test=1, max_moves=4}}',
-    "rollout.max_turn_tokens=1",
+    "environment.house.num_rooms=2",
+    "environment.house.num_things=2",
+    "rollout.max_turn_tokens=40",
     "rollout.max_response_tokens=1200",
 )
 
@@ -69,7 +71,7 @@ def test_a_teacher_reads_a_file(recipe: Path) -> None:
 def test_siblings_and_feedback_help_and_a_killed_run_ends_in_the_same_bits(recipe: Path) -> None:
     options = (
         'algorithm.distill.help=["sibling", "feedback"]',
-        "algorithm.distill.threshold=0.0",
+        "algorithm.distill.threshold=0.5",
         "algorithm.distill.form=reverse_kl",
     )
     whole = begin(recipe, Path("sibling"), *options)

@@ -238,6 +238,11 @@ class DistillSettings(Settings):
         return self.teacher == "frozen"
 
     @property
+    def skips_policy_term(self) -> bool:
+        """Whether no advantage has an effect: all rollouts have help and a policy term of weight 0."""
+        return self.policy_weight == 0.0 and (self.where == "all" or self.policy_outside == 0.0)
+
+    @property
     def has_term(self) -> bool:
         """Whether the loss has a term of its own."""
         return self.form not in ("ratio", "advantage_add", "advantage_scale")

@@ -319,6 +319,7 @@ class DistillTerm:
 
     def _measure(self, tokens: TermTokens, gap_M: Tensor, measures: Measures) -> None:
         num = len(gap_M)
+        measures.add_sum("distill/num_tokens", float(num))
         measures.add("distill/gap_mean", float(gap_M.mean()), num)
         measures.add("distill/gap_abs", float(gap_M.abs().mean()), num)
         measures.add("distill/teacher_entropy", float(tokens.teacher.entropies_T.mean()), num)
