@@ -23,6 +23,7 @@ HOUSE = (
     "environment.house.num_rooms=2",
     "environment.house.num_things=2",
     "rollout.max_turn_tokens=40",
+    "algorithm.group_size=2",
     "rollout.max_response_tokens=1200",
 )
 
@@ -71,12 +72,12 @@ def test_a_teacher_reads_a_file(recipe: Path) -> None:
 def test_siblings_and_feedback_help_and_a_killed_run_ends_in_the_same_bits(recipe: Path) -> None:
     options = (
         'algorithm.distill.help=["sibling", "feedback"]',
-        "algorithm.distill.threshold=0.5",
+        "algorithm.distill.threshold=0.0",
         "algorithm.distill.form=reverse_kl",
     )
     whole = begin(recipe, Path("sibling"), *options)
     found = [metadata["help"][0] for step in (1, 2) for _, metadata in leaves(whole, step)]
-    assert {part["source"] for part in found} == {"sibling+feedback", "feedback"}
+    assert {part["source"] for part in found} == {"sibling+feedback"}
     assert all("\nScore: " in part["text"] for part in found)
     killed = interrupted(whole)
     resume(killed)
@@ -127,12 +128,6 @@ def test_an_expert_demonstrates_each_task_once(recipe: Path, monkeypatch: pytest
     killed = interrupted(whole)
     resume(killed)
     assert_same(whole, killed)
-    shown = train(
-        recipe, "shown", *house, *help_, "train.num_steps=1", "algorithm.distill.plays=helped",
-        "algorithm.distill.form=likelihood",
-    )  # fmt: skip
-    memory = [row.text for row in TraceReader(shown / "traces").read(1) if row.origin is Origin.MEMORY]
-    assert memory and all(text.startswith("\n\nWhat is known here:\ngo ") for text in memory)
 
 
 def test_plain_rollouts_write_the_tips_that_their_teacher_reads(recipe: Path) -> None:
