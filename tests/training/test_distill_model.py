@@ -113,7 +113,6 @@ def test_the_gradient_is_that_of_plain_passes_where_the_unhelped_context_plays(
     ]
     found, report = gradient(traces, chosen, max_tokens=max_tokens)
     assert_equal_gradients(found, plain_gradient(renderings, chosen.distill), limit=1e-9)
-    assert report.metrics["distill/share_rollouts"] == pytest.approx(8 / 9)
     tokens = sum(len(node.token_ids) for path, _ in renderings for node in path if node.trainable)
     assert report.metrics["distill/num_tokens"] == tokens
     assert report.metrics["distill/gap_mean"] != 0.0
@@ -134,7 +133,7 @@ def test_the_gradient_is_that_of_plain_passes_where_the_helped_context_plays(dis
     else:
         wanted = plain_gradient([(without_memory(path), path)], chosen.distill)
     assert_equal_gradients(found, wanted, limit=1e-9)
-    assert report.metrics["distill/help_tokens"] == 8.0
+    assert report.metrics["distill/num_tokens"] == 6.0
 
 
 @pytest.mark.parametrize("distill", FORMS, ids=str)
@@ -168,7 +167,7 @@ def test_a_group_without_help_and_replayed_rollouts_have_no_term() -> None:
         policy = Recorder(tiny_model(dtype=torch.float64))
         settings = UpdateSettings(max_logprob_gap=1e9)
         report = update(policy, traces, objective=objective(), settings=settings, reference=None)
-        assert "distill/loss" not in report.metrics and report.metrics["distill/share_rollouts"] == 0.0
+        assert "distill/loss" not in report.metrics
 
 
 def test_a_rollout_without_advantage_is_distilled_and_demonstrations_are_not() -> None:

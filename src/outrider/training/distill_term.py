@@ -109,6 +109,8 @@ def other_rendering(path: RolloutPath, settings: DistillSettings) -> Sequence[No
     """Return the teacher's rendering of a rollout; None if it has no help."""
     if path.is_replayed:
         return None
+    if settings.plays == "both":  # a rollout was sampled in one of the contexts
+        return path.nodes_with_tips or path.nodes_with_help
     return path.nodes_with_tips if settings.plays == "helped" else path.nodes_with_help
 
 
