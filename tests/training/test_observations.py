@@ -165,3 +165,8 @@ def test_runs_without_known_observations_are_refused(others: dict[str, Any], pro
     with pytest.raises(ConfigError, match=problem):
         validate(RunSettings, {"algorithm": {"type": "grpo", "observation_nll": 0.1}, **others})
     assert validate(GrpoSettings, {}).observation_nll == 0.0
+
+
+def test_a_divergence_beside_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not defined beside distill.form = divergence"):
+        validate(ObjectiveSettings, {"observation_nll": 0.1, "distill": {"help": "sibling"}})
