@@ -12,12 +12,13 @@ from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
-from outrider.trace import BODY, Leaf, Trace
+from outrider.trace import BODY, Insertion, Leaf, Trace
 from outrider.training.packing import RolloutPath, pack
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, RunSettings, UpdateSettings
 from outrider.training.update import rollout_paths, update
 from outrider.types import Origin, Outcome, Task
+from tests.distributed.groups import groups
 from tests.tiny import tiny_model
 from tests.training.test_objective_rules import run, traces_of
 from tests.training.test_pack_update import (  # noqa: F401
@@ -167,6 +168,33 @@ def test_runs_without_known_observations_are_refused(others: dict[str, Any], pro
     assert validate(GrpoSettings, {}).observation_nll == 0.0
 
 
+@pytest.mark.parametrize("max_tokens", [10_000, 60])
+def test_it_is_added_to_sampled_forms_of_self_distillation(max_tokens: int) -> None:
+    """The teacher's pass scores no observations, though its rollouts have some."""
+    gradients = []
+    for weight in (0.0, 0.1):
+        traces = groups(3, rollouts=3, longest=16)
+        for trace in traces[:2]:
+            for leaf, path in list(trace.rollouts())[1:]:
+                trace.help[leaf.rollout] = (
+                    Insertion(node_id=path[0].node_id, offset=3, token_ids=(20, 9), text="", source="file"),
+                )
+        objective = validate(
+            ObjectiveSettings,
+            {"observation_nll": weight, "sampler_correction": "none",
+             "distill": {"help": "sibling", "form": "reverse_kl"}},
+        )  # fmt: skip
+        policy = Recorder(tiny_model(dtype=torch.float64))
+        chosen = UpdateSettings(max_tokens=max_tokens)
+        report = update(policy, traces, objective=objective, settings=chosen, reference=None)
+        assert report.metrics["distill/num_tokens"] > 0
+        gradients.append(policy.gradients[0])
+    plain = eager(tiny_model(dtype=torch.float64))
+    added = gradients_of(plain, 0.1 * written_nll(plain, rollout_paths(traces)))
+    total = {name: added[name] + value for name, value in gradients[0].items()}
+    assert_equal_gradients(gradients[1], total)
+
+
 def test_a_divergence_beside_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="not defined beside distill.form = divergence"):
+    with pytest.raises(ConfigError, match="not defined beside distill"):
         validate(ObjectiveSettings, {"observation_nll": 0.1, "distill": {"help": "sibling"}})
