@@ -34,6 +34,7 @@ EVERY: dict[str, dict[str, Any]] = (
     {name: {"type": "grpo", "preset": name, **PLAIN} for name in GRPO_PRESETS}
     | {"batch std": {"type": "grpo", "advantage_std": "batch"}}
     | {"entropy bonus": {"type": "grpo", "entropy_bonus": 0.01}}
+    | {"echo": {"type": "grpo", "observation_nll": 0.1}}
     | {name: {"type": "reinforce++", "preset": name, **PLAIN} for name in REINFORCE_PLUS_PLUS_PRESETS}
     | {name: {"type": "gigpo", "preset": name, "gamma": 1.0} for name in GIGPO_PRESETS}
     | {"gigpo, std": {"type": "gigpo", "normalization": "std", "gamma": 1.0}}

@@ -6,19 +6,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from outrider.algorithms.advantages import difficulty_scores
+from outrider.algorithms.losses import replay_centred_per_token
 from outrider.algorithms.rollout_replay import (
     RolloutReplay,
     RolloutReplaySettings,
     StoredGroup,
+    cosine_rise,
     restore_groups,
     snapshot_groups,
     stored_copy,
 )
 from outrider.config import validate
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.trace import Trace
+from outrider.training.update import rollout_paths
 from outrider.types import Origin, Task
 from tests.algorithms.builders import add_node, finish, new_trace
 from tests.vectors import load_vectors
@@ -176,3 +180,103 @@ def test_the_estimate_is_a_running_mean() -> None:
     assert algorithm.estimates == {"t": 0.625} and metrics["replay/estimate_mean"] == 0.625
     algorithm.replay([group("t", [0.0, 0.0])], step=1)
     assert algorithm.estimates == {"t": 0.75 * 0.625}
+
+
+# SPEAR: which stored rollouts are replayed, their advantages, and the weight of their loss
+
+SPEAR: list[dict[str, Any]] = load_vectors("spear")["cases"]  # type: ignore[assignment]
+
+
+def replayed_values(algorithm: RolloutReplay, *, step: int) -> dict[str, list[float | None]]:
+    """The advantages of the groups that a step without fresh groups replays; None: left out."""
+    groups, _ = algorithm.replay([], step=step)
+    for trace in groups:
+        for leaf, path in trace.scored_rollouts():
+            is_pruned = leaf.rollout in trace.pruned
+            assert is_pruned == (leaf.advantage is None) == all(node.credit is None for node in path)
+    return {trace.task.key: [leaf.advantage for leaf, _ in trace.rollouts()] for trace in groups}
+
+
+@pytest.mark.parametrize("case", [case for case in SPEAR if "weight" in case], ids=str)
+def test_spear_vectors_of_the_weight(case: dict[str, Any]) -> None:
+    assert cosine_rise(case["step"], case["max_steps"]) == pytest.approx(case["weight"], abs=1e-12)
+
+
+def test_spear_vectors_of_the_advantages() -> None:
+    [case] = [case for case in SPEAR if "stored" in case]
+    algorithm = replay(
+        num_fresh_steps=0, fresh_share=0.1, reward="return", replay_baseline="median", max_age=case["max_age"]
+    )
+    algorithm.group_means = case["group_means"]
+    # Every stored return with a rollout that is below the median.
+    algorithm.stored = [
+        StoredGroup(trace=stored_copy(group(str(i), [one["return"], 0.0])), step=one["step"])
+        for i, one in enumerate(case["stored"])
+    ]
+    expected = {
+        str(i): [pytest.approx(one["advantage"]), None]
+        for i, stored in enumerate(case["stored"])
+        for one in case["replayed"]
+        if one["return"] == stored["return"]
+    }
+    assert replayed_values(algorithm, step=case["newest_step"]) == expected
+
+
+def test_positive_rollouts_are_replayed_with_their_own_advantage_or_over_the_median() -> None:
+    returns = [1.0, 0.5, 0.0, 0.0]
+    plain = replay(reward="return", num_fresh_steps=0)
+    plain.replay([group("t", returns)], step=0)
+    [own] = replayed_values(plain, step=1).values()
+    positive = replay(reward="return", num_fresh_steps=0, replayed_rollouts="positive")
+    positive.replay([group("t", returns)], step=0)
+    assert replayed_values(positive, step=1) == {"t": [*own[:2], None, None]}
+    # The median of the means 0.375, 0.7 and 0.6 is 0.6, and the means of step 1 are not in it.
+    both = replay(
+        reward="return", num_fresh_steps=0, replayed_rollouts="positive", replay_baseline="median",
+        buffer_size=3, replay_rise_steps=4,
+    )  # fmt: skip
+    both.replay([group("t", returns), group("u", [0.7, 0.7]), group("v", [0.6, 0.6])], step=0)
+    [trace], metrics = both.replay([group("w", [0.0, 0.0])] * 2, step=2)
+    assert [leaf.advantage for leaf, _ in trace.rollouts()] == [pytest.approx(0.5 * 0.4), None, None, None]
+    assert metrics["replay/num_rollouts"] == 1 and metrics["replay/loss_weight"] == pytest.approx(0.5)
+    assert both.group_means == [0.6, 0.0, 0.0]
+    assert [path.rollout for path in rollout_paths([trace])] == [0]
+    again = replay(replay_baseline="median")
+    again.restore(*both.state())
+    assert again.group_means == both.group_means and "group_means" not in plain.state()[0]
+
+
+def test_old_groups_are_neither_replayed_nor_stored_again() -> None:
+    algorithm = replay(num_fresh_steps=0, max_age=2)
+    algorithm.replay([group("t", [1.0, 0.0])], step=3)
+    assert list(replayed_values(algorithm, step=5)) == ["t"]
+    assert replayed_values(algorithm, step=6) == {} and algorithm.stored == []
+
+
+def test_the_weight_of_the_replayed_loss_is_that_of_its_advantages() -> None:
+    """The loss is proportional to the advantage, whatever the clip does."""
+    dice = np.random.default_rng(0)
+    values = {
+        name: torch.from_numpy(dice.normal(size=64))
+        for name in ("logprobs", "old_logprobs", "behaviour_logprobs", "advantages")
+    }
+    clip = {"clip_low": 0.2, "clip_high": 0.3, "weight_cap": 2.0}
+    whole = replay_centred_per_token(**values, **clip).losses  # type: ignore[arg-type]
+    scaled = values | {"advantages": 0.25 * values["advantages"]}
+    weighted = replay_centred_per_token(**scaled, **clip).losses  # type: ignore[arg-type]
+    torch.testing.assert_close(weighted, 0.25 * whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"replay_baseline": "median", "advantage": "pass_at_k", "pass_k": 2}, "set replay_baseline = group"),
+        ({"fresh_share": 1.0, "max_age": 5, "replay_rise_steps": 9},
+         "replays no group: remove max_age, replay_rise_steps"),
+        ({"max_age": 0}, "max_age"),
+        ({"replay_rise_steps": 0}, "replay_rise_steps"),
+    ],
+)  # fmt: skip
+def test_settings_of_the_replay_that_mean_nothing_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        validate(RolloutReplaySettings, options)

@@ -34,7 +34,8 @@ OBJECTIVE: dict[str, Any] = {
     "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
     "max_length": None, "pass_k": None,
     "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0, "entropy_bonus": 0.0,
-    "kl_weight": 0.0, "kl_estimator": "k2",
+    "observation_nll": 0.0,
+    "kl_weight": 0.0, "kl_estimator": "k2", "distill": None,
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
     "probability": 0.5, "final_probability": None, "schedule": "constant", "scope": "all",
@@ -91,6 +92,7 @@ CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, An
     (ObjectiveSettings, "max_length", 1, None, {"aggregation": "constant_length"}),
     (SamplerCorrection, "lower", 0.0, None, {}),
     (ObjectiveSettings, "positive_nll", 0.0, None, {}),
+    (ObjectiveSettings, "observation_nll", 0.0, None, {}),
     (ObjectiveSettings, "kl_weight", 0.0, None, {}),
     (OffPolicyObjective, "min_probability", 0.0, None, {}),
     (GppoLoss, "clip_low", 0.0, 1.0, {}),

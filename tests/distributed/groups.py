@@ -7,7 +7,7 @@ import numpy as np
 from outrider.algorithms.advantages import RolloutAdvantages
 from outrider.algorithms.base import ObjectiveSettings, write_advantages
 from outrider.config import validate
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import BODY, Leaf, Node, Trace
 from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Task
 
@@ -15,8 +15,8 @@ TEXT = Message(role="user", content="")
 VOCABULARY = 99  # of the tiny model
 _OF_THE_UPDATE = {
     "loss", "aggregation", "max_length", "kl_weight", "kl_estimator", "sampler_correction",
-    "sampler_rejection", "positive_nll", "entropy_bonus", "old_context", "student_mask", "shaping",
-    "clip_own", "weight_cap",
+    "sampler_rejection", "positive_nll", "entropy_bonus", "observation_nll", "old_context",
+    "student_mask", "shaping", "clip_own", "weight_cap", "distill",
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def _group(number: int, rollouts: int, dice: random.Random, longest: int) -> Tra
             origin=origin,
             token_ids=ids,
             message=TEXT,
+            metadata={BODY: [[1, size - 1]]} if origin is Origin.ENVIRONMENT else {},
             **(measured if origin is Origin.POLICY else {}),
         )
 

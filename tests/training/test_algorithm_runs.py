@@ -318,7 +318,7 @@ def test_dynamic_sampling_continues_from_its_cursor_to_the_same_bits(recipe: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rejection", "kl in the reward", "gppo"])
+@pytest.mark.parametrize("method", ["rejection", "kl in the reward", "gppo", "echo"])
 def test_measures_of_other_methods(recipe: Path, method: str) -> None:
     options = {
         # one rollout in 15 passes
@@ -327,6 +327,7 @@ def test_measures_of_other_methods(recipe: Path, method: str) -> None:
             "algorithm.type=reinforce++", "algorithm.preset=reinforce++-verl", "algorithm.group_size=2",
         ],
         "gppo": [GRPO, "algorithm.preset=gppo-paper", "algorithm.group_size=4", "update.num_epochs=2"],
+        "echo": [GRPO, "algorithm.observation_nll=0.1", "algorithm.group_size=4"],
     }  # fmt: skip
     steps = records(train(recipe, method.replace(" ", "-"), *options[method], "train.num_steps=2"))
     if method == "rejection":
@@ -335,6 +336,8 @@ def test_measures_of_other_methods(recipe: Path, method: str) -> None:
         assert all(one.get("loss/policy", 0) >= 0 for one in steps)
     elif method == "gppo":
         assert all(one["loss/positive_nll"] > 0 for one in steps if one["reward/success_rate"] > 0)
+    elif method == "echo":
+        assert all(one["loss/observation_nll"] > 0 for one in steps)
     else:
         assert steps[0]["reward/kl_mean"] == 0.0 and steps[1]["reward/kl_mean"] != 0.0
         assert "loss/kl" not in steps[0]  # the reference serves the reward alone

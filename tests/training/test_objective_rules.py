@@ -103,7 +103,7 @@ REJECTIONS: list[dict[str, Any]] = [
 TERMS: list[dict[str, Any]] = [
     {}, {"positive_nll": 0.1},
     *({"kl_weight": 0.1, "kl_estimator": kind} for kind in ("k2", "k3", "k3_ratio")),
-    {"positive_nll": 0.1, "kl_weight": 0.1}, {"entropy_bonus": 0.01},
+    {"positive_nll": 0.1, "kl_weight": 0.1}, {"entropy_bonus": 0.01}, {"observation_nll": 0.1},
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from outrider.algorithms.base import ObjectiveSettings, write_advantages
 from outrider.algorithms.loss_settings import RejectionMask
 from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError, EngineFault
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import BODY, Leaf, Node, Trace
 from outrider.training.checkpoint import load_reference, save_reference
 from outrider.training.packing import RolloutPath, pack
 from outrider.training.policy import Policy
@@ -148,6 +148,8 @@ def node(
     return trace.append(
         parent=None if parent is None else parent.node_id, origin=origin, token_ids=token_ids, message=TEXT,
         logprobs=values, entropies=values,
+        # The first half is the template's.
+        metadata={BODY: [[len(token_ids) // 2, len(token_ids)]]} if origin is Origin.ENVIRONMENT else {},
     )  # fmt: skip
 
 

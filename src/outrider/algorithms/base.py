@@ -19,6 +19,7 @@ from outrider.algorithms.advantages import (
     mean_normalized_advantages_per_rollout,
     pass_at_k_advantages_per_rollout,
 )
+from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.loss_settings import (
     ClipLoss,
     LossSettings,
@@ -99,9 +100,17 @@ class ObjectiveSettings(Settings):
     positive_nll: float = Field(0.0, ge=0)
     entropy_bonus: float = Field(0.0, ge=0)
     """Weight of an entropy bonus: the mean entropy of the policy over its trained tokens."""
+    observation_nll: float = Field(0.0, ge=0)
+    """Weight of an added loss: the mean negative log-likelihood over the tokens of the environment's text
+    after the prompt (ECHO), without those of the chat template.
+    """
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
     """Estimator of the KL divergence from the reference model in the loss."""
+    distill: DistillSettings | None = None
+    """Self-distillation: learning from the same policy with help in its context
+    (docs/algorithms/distill.md); None: off.
+    """
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -131,6 +140,11 @@ class ObjectiveSettings(Settings):
                 f"pass_k = {self.pass_k} needs a group_size above it, got {self.group_size}: with k = n no "
                 "rollout has an advantage"
             )
+        if self.observation_nll > 0 and self.distill is not None and self.distill.form == "divergence":
+            raise ValueError(
+                "observation_nll is not defined beside distill.form = divergence, whose pass scores the "
+                "policy's tokens only: use another form, or set observation_nll = 0"
+            )
         return self
 
     @property
@@ -141,7 +155,7 @@ class ObjectiveSettings(Settings):
     @property
     def needs_reference(self) -> bool:
         """Whether the run needs a frozen copy of the starting policy."""
-        return self.kl_weight > 0
+        return self.kl_weight > 0 or (self.distill is not None and self.distill.needs_reference)
 
     @property
     def retrieves(self) -> bool:
@@ -201,6 +215,15 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
+        if self.observation_nll > 0 and run.environment.keeps_conversations:
+            raise ValueError(
+                "algorithm.observation_nll needs observations that the environment returns, and "
+                f"environment.type = {run.environment.type} leaves the conversation to a program: set 0"
+            )
+        if self.observation_nll > 0 and run.model.history_thinking == "strip":
+            raise ValueError("algorithm.observation_nll needs model.history_thinking = keep")
+        if self.distill is not None:
+            self.distill.validate_run(run)
 
     @property
     def rewards_kl(self) -> bool:
@@ -217,7 +240,10 @@ class ObjectiveSettings(Settings):
         """
         from outrider.algorithms.losses import OldLogprobs
 
-        return OldLogprobs(old_T=start_T, trainer_T=start_T)
+        if with_tips_T is None:
+            return OldLogprobs(old_T=start_T, trainer_T=start_T)
+        trainer_T = with_tips_T.where(~with_tips_T.isnan(), start_T)
+        return OldLogprobs(old_T=trainer_T, trainer_T=trainer_T)
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the loss of every trained token, before sampler correction and aggregation weights."""

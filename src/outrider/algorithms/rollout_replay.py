@@ -2,21 +2,22 @@
 earlier steps.
 
 The token loss is :func:`outrider.algorithms.losses.replay_centred_per_token`; deviations are in
-docs/algorithms/details/others.md.
+docs/algorithms/details/others.md. The filter, baseline and schedule of SPEAR (arXiv 2509.22601) are settings;
+docs/algorithms/small_methods.md describes them.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from outrider.algorithms.advantages import difficulty_scores, replayable_groups
+from outrider.algorithms.advantages import RolloutAdvantages, difficulty_scores, replayable_groups
 from outrider.algorithms.base import (
     AlgorithmContext,
     Arrays,
@@ -26,6 +27,8 @@ from outrider.algorithms.base import (
     StepPlay,
     TaskChoice,
     outcome_advantages,
+    total_returns,
+    with_values,
     write_advantages,
 )
 from outrider.algorithms.grpo import OnPolicyGroup
@@ -149,6 +152,11 @@ def restore_groups(
     return groups
 
 
+def cosine_rise(step: int, num_steps: int) -> float:
+    """Return (1 - cos(pi s / S)) / 2: 0 in step 0, 1 from step S = ``num_steps`` on (SPEAR)."""
+    return (1.0 - math.cos(math.pi * min(step / num_steps, 1.0))) / 2.0
+
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "rollout-replay": {},
     "rollout-replay-official": {"weight_cap": None, "selection": "difficulty", "sampler_correction": None},
@@ -164,6 +172,9 @@ class RolloutReplaySettings(ObjectiveSettings):
     the mean of this reward, ``success`` or ``return``, is strictly between 0 and 1. ``selection``: sample
     tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward. ``preset`` sets the
     defaults of all keys that you leave out.
+
+    Three settings are SPEAR's (arXiv 2509.22601): ``replayed_rollouts``, ``replay_baseline`` and
+    ``replay_rise_steps``.
     """
 
     presets = PRESETS
@@ -182,10 +193,32 @@ class RolloutReplaySettings(ObjectiveSettings):
     """Tasks whose running mean is near this value are preferred (``selection = "difficulty"``)."""
     temperature: float = Field(1e-3, gt=0)
     """The lower it is, the stronger is the preference for tasks near ``target``."""
+    max_age: int | None = Field(None, ge=1)
+    """Groups that are older than this number of steps are not replayed."""
+    replayed_rollouts: Literal["all", "positive"] = "all"
+    """``positive``: of a stored group, only the rollouts with an advantage above 0 are replayed."""
+    replay_baseline: Literal["group", "median"] = "group"
+    """Baseline of a replayed return: that of its own group, or the median of the mean returns of the last
+    ``buffer_size`` fresh groups. Rollouts below the median are not replayed.
+    """
+    replay_rise_steps: int | None = Field(None, ge=1)
+    """Steps in which the weight of the replayed loss rises from 0 to 1 along a cosine (None: always 1)."""
 
     @model_validator(mode="after")
     def _validate(self) -> "RolloutReplaySettings":
         plain_clip(self.loss, method="rollout_replay")
+        if self.replay_baseline == "median" and self.advantage == "pass_at_k":
+            raise ValueError(
+                "replay_baseline = median compares returns, and advantage = pass_at_k reads successes: set "
+                "replay_baseline = group"
+            )
+        changed = [
+            name
+            for name in ("max_age", "replayed_rollouts", "replay_baseline", "replay_rise_steps")
+            if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if self.fresh_share == 1.0 and changed:
+            raise ValueError(f"fresh_share = 1 replays no group: remove {', '.join(changed)}")
         return self
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
@@ -228,7 +261,8 @@ class RolloutReplaySettings(ObjectiveSettings):
 
 class RolloutReplay(OnPolicyGroup):
     """GRPO's advantages on fresh and stored groups. ``stored`` contains the groups, oldest first;
-    ``estimates`` the running mean reward of each task.
+    ``estimates`` the running mean reward of each task. ``group_means`` are the mean returns of the last fresh
+    groups, if ``replay_baseline`` is their median.
     """
 
     Settings = RolloutReplaySettings
@@ -238,6 +272,7 @@ class RolloutReplay(OnPolicyGroup):
         super().__init__(settings)
         self.stored: list[StoredGroup] = []
         self.estimates: dict[str, float] = {}
+        self.group_means: list[float] = []
         self._groups_per_step = groups_per_step
         self._seed = seed
 
@@ -275,10 +310,8 @@ class RolloutReplay(OnPolicyGroup):
         return TaskChoice(num_groups=self.num_fresh(step), tasks=self.choose(tasks, step=step))
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
-        """Return stored groups, with advantages from their own returns."""
+        """Return stored groups, with the advantages of their replay."""
         replayed, metrics = self.replay(traces, step=step)
-        for trace in replayed:
-            self.assign_advantages(trace)
         return Augmentation(groups=replayed, metrics=metrics)
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
@@ -288,8 +321,8 @@ class RolloutReplay(OnPolicyGroup):
         return GroupAdvantages(advantages=advantages, measurements={})
 
     def replay(self, traces: Sequence[Trace], *, step: int) -> tuple[list[Trace], dict[str, float]]:
-        """Store ``traces``; return stored groups to train on in addition, and metrics."""
-        eligible = self._eligible()
+        """Store ``traces``; return stored groups with advantages to train on in addition, and metrics."""
+        eligible = self._eligible(step=step)
         num_replayed = min(self._groups_per_step - self.num_fresh(step), len(eligible))
         indices = (
             np.sort(
@@ -299,6 +332,12 @@ class RolloutReplay(OnPolicyGroup):
             else ()
         )
         replayed = [eligible[index] for index in indices]
+        copies = [stored_copy(group.trace) for group in replayed]
+        rise_steps = self.settings.replay_rise_steps
+        loss_weight = 1.0 if rise_steps is None else cosine_rise(step, rise_steps)
+        # Before the fresh groups are stored: their means belong to the baseline of later steps.
+        for copy in copies:
+            self._assign_replayed(copy, loss_weight)
         self._store(traces, step=step)
         ages = [float(step - group.step) for group in replayed]
         metrics = {
@@ -308,18 +347,44 @@ class RolloutReplay(OnPolicyGroup):
         }
         if ages:
             metrics |= {"replay/age_mean": fmean(ages), "replay/age_max": max(ages)}
+        if self.settings.replayed_rollouts == "positive" or self.settings.replay_baseline == "median":
+            metrics["replay/num_rollouts"] = float(sum(len(c.leaves) - len(c.pruned) for c in copies))
+        if rise_steps is not None:
+            metrics["replay/loss_weight"] = loss_weight
         if self.settings.selection == "difficulty" and self.estimates:
             metrics["replay/estimate_mean"] = fmean(self.estimates[key] for key in sorted(self.estimates))
-        return [stored_copy(group.trace) for group in replayed], metrics
+        return copies, metrics
 
-    def _eligible(self, room: int | None = None) -> list[StoredGroup]:
+    def _replay_advantages(self, trace: Trace) -> RolloutAdvantages:
+        """Return the advantages of a stored group; rollouts that are not replayed are not ``assigned``."""
+        own = outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k)
+        values, replayed = own.values, own.assigned
+        if self.settings.replayed_rollouts == "positive":
+            replayed = replayed & (values > 0.0)
+        if self.settings.replay_baseline == "median" and self.group_means:
+            values = np.array(total_returns(trace), dtype=np.float64) - median(self.group_means)
+            replayed = replayed & (values >= 0.0)
+        return with_values(replace(own, assigned=replayed), values)
+
+    def _assign_replayed(self, trace: Trace, loss_weight: float) -> None:
+        """Assign the advantages of a stored group, and leave the other rollouts out of the update."""
+        advantages = self._replay_advantages(trace)
+        trace.pruned = frozenset(
+            leaf.rollout
+            for (leaf, _), assigned in zip(trace.rollouts(), advantages.assigned, strict=True)
+            if not assigned
+        )
+        # The token loss is proportional to the advantage.
+        write_advantages(trace, replace(advantages, values=loss_weight * advantages.values))
+
+    def _eligible(self, *, step: int, room: int | None = None) -> list[StoredGroup]:
         keys = [group.trace.task.key for group in self.stored]
-        # A mean of 0 makes groups without a signal ineligible for replay.
+        max_age = self.settings.max_age
+        # A mean of 0 makes groups ineligible for replay: those without a signal, and old ones.
         means = [
             self._mean_reward(group)
-            if outcome_advantages(
-                group.trace, self.objective.advantage, pass_k=self.objective.pass_k
-            ).has_signal
+            if self._replay_advantages(group.trace).has_signal
+            and (max_age is None or step - group.step <= max_age)
             else 0.0
             for group in self.stored
         ]
@@ -329,10 +394,15 @@ class RolloutReplay(OnPolicyGroup):
         """Store the fresh groups, and retain as many eligible older groups as fit in the buffer. Fresh groups
         are stored even if they are not eligible for replay.
         """
-        retained = self._eligible(room=self.settings.buffer_size - len(traces))
+        retained = self._eligible(step=step, room=self.settings.buffer_size - len(traces))
         copies = [stored_copy(trace) for trace in traces]
         fresh = [StoredGroup(step=step, trace=copy) for copy in copies if copy.leaves]
         self.stored = (retained + fresh)[-self.settings.buffer_size :]
+        if self.settings.replay_baseline == "median":
+            means = [
+                fmean(value for value in total_returns(group.trace) if value is not None) for group in fresh
+            ]
+            self.group_means = (self.group_means + means)[-self.settings.buffer_size :]
         rate = self.settings.estimate_rate
         for group in fresh:
             key = group.trace.task.key
@@ -348,9 +418,11 @@ class RolloutReplay(OnPolicyGroup):
     def state(self) -> tuple[dict[str, Any], Arrays]:
         """Return stored groups and estimates, as plain data and arrays, for a checkpoint."""
         groups, arrays = snapshot_groups(self.stored)
-        return {"groups": groups, "estimates": self.estimates}, arrays
+        state = {"groups": groups, "estimates": self.estimates}
+        return state | ({"group_means": self.group_means} if self.group_means else {}), arrays
 
     def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
         """Restore the state that :meth:`state` returned."""
         self.stored = restore_groups(state["groups"], arrays)
         self.estimates = dict(state["estimates"])
+        self.group_means = list(state.get("group_means", ()))

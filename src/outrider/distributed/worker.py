@@ -293,6 +293,7 @@ class RolloutWorker:
             on_finished=self._on_finished,
             rollout_status=self._rollout_status,
             ends_groups=False,
+            marks_observations=job.is_training and settings.algorithm.observation_nll > 0,
             is_over=lambda: job.is_training and self._stop_requested.is_set(),
             streams=settings.cluster.batching == "stream",
         )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engines.base import FinishReason, Generation, Request
@@ -27,7 +29,7 @@ from outrider.rollout.hooks import Attempt, EpisodeState, Hook, RolloutStatus, S
 from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
-from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
+from outrider.trace import BODY, DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class EpisodeRunner:
     training_step: int
     rollout_status: RolloutStatus
     scheduler: GroupScheduler
+    marks_observations: bool = False  # record which tokens of an observation are its text (trace.BODY)
 
     async def run(
         self,
@@ -380,6 +383,9 @@ class EpisodeRunner:
         if len(token_ids) > self._num_tokens_left(state) - room:
             return False
         metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(messages)
+        if self.marks_observations and origin is Origin.ENVIRONMENT:
+            cut = cut_messages(context, messages, limit, renderer=self.renderer)[0]
+            metadata[BODY] = body_spans(token_ids, context, cut, renderer=self.renderer)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=origin, token_ids=token_ids,
             message=join_messages(messages),
@@ -485,6 +491,36 @@ def render_bridge(
         num_lost = 0
     token_ids, num_cut = truncate_ids(renderer.bridge(context, messages), limit, renderer=renderer)
     return token_ids, num_lost + num_cut
+
+
+_OTHER_TEXTS = ("0", "x")  # no text begins or ends like both of them
+
+
+def body_spans(
+    token_ids: Sequence[int], context: Sequence[int], messages: Sequence[Message], *, renderer: ChatRenderer
+) -> list[list[int]]:
+    """Find the tokens of each message's text among its rendered ``token_ids``, as ``[start, end)``.
+
+    The tokens that stay if the text is replaced belong to the template. A token that contains parts of both
+    belongs to the text.
+    """
+    spans: list[list[int]] = []
+    for number, message in enumerate(messages):
+        others = [
+            renderer.bridge(
+                context, [*messages[:number], replace(message, content=text), *messages[number + 1 :]]
+            )
+            for text in _OTHER_TEXTS
+        ]
+        start = min(_num_equal(token_ids, other) for other in others)
+        end = len(token_ids) - min(_num_equal(token_ids[::-1], other[::-1]) for other in others)
+        if message.content and start < end:
+            spans.append([start, end])
+    return spans
+
+
+def _num_equal(ids: Sequence[int], other: Sequence[int]) -> int:
+    return sum(1 for _ in takewhile(bool, map(eq, ids, other)))
 
 
 def cut_messages(

@@ -333,6 +333,7 @@ class Scheduler:
     streams: bool = False  # engine is a StreamingEngine
     # Call Hook.after_group. False in rollout workers: there, the main process calls it on the original hooks.
     ends_groups: bool = True
+    marks_observations: bool = False  # see EpisodeRunner
     on_finished: Callable[[int, int], None] | None = None  # (number finished, total), for progress bars
     rollout_status: RolloutStatus = field(default_factory=RolloutStatus)  # read by watchdog and display
 
@@ -517,6 +518,7 @@ class _Batch:
             training_step=self._training_step,
             rollout_status=self._scheduler.rollout_status,
             scheduler=self._group_scheduler,
+            marks_observations=self._scheduler.marks_observations,
         )
 
     def _enqueue(self, trace: Trace, rollout: int, fork: Fork | None) -> None:

@@ -23,15 +23,23 @@ from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport, largest
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
+from outrider.training.data import (
+    QueuedStep,
+    SampledStep,
+    demonstrate_tasks,
+    group_modes,
+    plan_step,
+    play_step,
+)
 from outrider.types import Task
 
 if TYPE_CHECKING:
     from outrider.distributed.rollouts import RemoteGroupPlayer
     from outrider.training.resume import RunState
 
+_HELP: Final = dict[int, tuple[Insertion, ...]]
 QUEUE: Final = "queue.jsonl"
 _ValueT = TypeVar("_ValueT")
 
@@ -90,7 +98,7 @@ def group_to_dict(trace: Trace) -> dict[str, Any]:
         "nodes": [_dump(Node, node) | {"metadata": _plain(node.metadata)} for node in trace.nodes],
         # In the order in which they ended, which nothing depends on.
         "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
-    }
+    } | ({"help": _dump(_HELP, trace.help)} if trace.help else {})
 
 
 def read_group(group: Mapping[str, Any]) -> Trace:
@@ -102,6 +110,7 @@ def read_group(group: Mapping[str, Any]) -> Trace:
     trace.nodes = [_parse(Node, node) for node in group["nodes"]]
     for leaf in group["leaves"]:
         trace.finish(_parse(Leaf, leaf))
+    trace.help = _parse(_HELP, group.get("help", {}))
     return trace
 
 
@@ -413,7 +422,8 @@ class AsyncRolloutQueue:
             tasks = list(choice.tasks)
         else:
             tasks, cursor = order.draw(choice.num_groups, cursor=cursor)
-        modes = [tuple(self._parts.algorithm.modes_of(step, group)) for group in range(len(tasks))]
+        demonstrate_tasks(self._parts, tasks)
+        modes = [tuple(group_modes(self._parts, step, group)) for group in range(len(tasks))]
         return PendingStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
 
     def collect(self, step: int, *, on_tick: Callable[[str], None]) -> QueuedStep:

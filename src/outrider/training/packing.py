@@ -1,7 +1,8 @@
 """Packing of trees of tokens into one row without padding: shared prefixes are computed once, and only policy
-tokens are scored. :mod:`outrider.engines.local.attention` runs packed rows.
+tokens are scored, and observations on request. :mod:`outrider.engines.local.attention` runs packed rows.
 
-Shape letters: N packed tokens, U scored (policy) tokens, T entries: the scored tokens of every rollout.
+Shape letters: N packed tokens, U scored tokens, T entries: the scored policy tokens of every rollout, M the
+scored observation tokens of every rollout.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,9 +28,11 @@ class RolloutPath:
         rollout: its number in its group.
         group: the number of its group in the mini-batch; rollouts of one group share prefixes.
         nodes_with_tips: nodes of the rendering that the policy acted in, if the update leaves out tips.
+        nodes_with_help: nodes of the rendering with help that only the teacher of self-distillation reads.
         succeeded: the environment's verdict.
         is_replayed: whether an earlier policy wrote it.
         first_ordinal: the number of the first trained token, if this is a part of a rollout.
+        scores_observations: whether the environment's text is scored too (``Node.body_positions``).
     """
 
     nodes: Sequence[Node]
@@ -37,9 +40,11 @@ class RolloutPath:
     rollout: int = 0
     group: int = 0
     nodes_with_tips: Sequence[Node] | None = None
+    nodes_with_help: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False
     first_ordinal: int = 0
+    scores_observations: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +56,8 @@ class PackedBatch:
     scored token of an entry, ``ordinal_T`` its number among the trained tokens of its rollout, ``turn_T`` a
     number of its rollout's turn. ``is_off_policy_T`` marks tokens that the policy did not write in this step:
     demonstrations, whose engine log-prob is 0, and replayed rollouts. ``version_T`` is the version of the
-    weights that sampled a token, or -1.
+    weights that sampled a token, or -1. ``observed_M`` are the scored tokens of the environment's text, one
+    entry per rollout that contains the token; empty unless a rollout ``scores_observations``.
     """
 
     ids_N: Tensor
@@ -68,6 +74,7 @@ class PackedBatch:
     turn_T: Tensor
     is_off_policy_T: Tensor
     version_T: Tensor
+    observed_M: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +102,7 @@ class _Builder:
     segments: list[Segment] = field(default_factory=list)
     scored: list[tuple[int, int]] = field(default_factory=list)
     entries: list[tuple[int, float, float, float, int, int, int, bool, int]] = field(default_factory=list)
+    observed: list[int] = field(default_factory=list)
     # by rollout index and the first ordinal of its sample
     num_trained: dict[tuple[int, int], int] = field(default_factory=dict)
     num_turns: int = 0
@@ -147,9 +155,11 @@ class _Builder:
         ]
         # One number per rollout that trains the turn: turn-level ratios and masks never mix two rollouts.
         first_turn, self.num_turns = self.num_turns, self.num_turns + len(training)
+        bodies = [path.nodes[depth].body_positions for path in sequences if path.scores_observations]
         for offset, token in enumerate(sequences[0].nodes[depth].token_ids):
+            num_observing = sum(offset in body for body in bodies)
             # Nothing predicts the first token of a root, so it has no log-prob.
-            if training and previous is not None:
+            if (training or num_observing) and previous is not None:
                 for turn, (sequence, advantages, scale) in enumerate(training, start=first_turn):
                     node = sequence.nodes[depth]
                     index = sequence.rollout_index
@@ -174,6 +184,7 @@ class _Builder:
                             version,
                         )
                     )
+                self.observed += [len(self.scored)] * num_observing
                 # Once, however many entries refer to it.
                 self.scored.append((previous, token))
             previous = len(self.ids)
@@ -201,6 +212,7 @@ class _Builder:
             turn_T=torch.tensor(turn),
             is_off_policy_T=torch.tensor(off_policy),
             version_T=torch.tensor(version),
+            observed_M=torch.tensor(self.observed, dtype=torch.long),
         )
 
 

@@ -350,6 +350,7 @@ class Trainer:
             group_timeout_s=settings.train.group_timeout_s if training else None,
             on_finished=on_finished,
             rollout_status=parts.rollout_status,
+            marks_observations=training and settings.algorithm.observation_nll > 0,
         )
 
     def _record(self, sampled: SampledStep, values: dict[str, float], node_values: NodeValues) -> None:
