@@ -46,7 +46,7 @@ def settings_of(folder: Path, **changed: Any) -> RunSettings:
     return validate(
         RunSettings,
         {
-            "environment": {"type": "factbook"},
+            "environment": {"type": "factbook", "hops": [1], "passages": "facts"},  # quick to make
             "algorithm": {"type": "grpo", "group_size": 2},
             "model": {"name": str(folder), "precision": "float32"},
             "rollout": {"max_turns": 2, "max_turn_tokens": 8},
@@ -186,8 +186,9 @@ def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_gr
     assert bits(crew.play()) == unbroken and crew.remote.notes() == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
+# a worker that Ray ends is long, in test_programs.py: the same bits, counts and notes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
     os.kill(pid, how)
