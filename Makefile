@@ -164,13 +164,20 @@ $(AXE):
 	@if command -v npm > /dev/null; then cd build/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz; \
 	else echo "no npm here: accessibility is not tested"; fi
 
-$(VENV)/.viewer: $(VENV)/.complete
+# After the packages of the site: two calls of pip at once would write into the same environment.
+$(VENV)/.viewer: $(VENV)/.docs
 	$(PIP) -e '.[viewer-tests]'
+	@touch $@
+
+CHROMIUM := build/.chromium
+
+$(CHROMIUM):
+	@mkdir -p build
 	@if ! command -v chromium > /dev/null && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	apt-get install --yes --quiet --no-install-recommends chromium > /dev/null || echo "chromium cannot be installed here"; fi
 	@touch $@
 
-setup-viewer: $(VENV)/.viewer $(AXE)
+setup-viewer: $(VENV)/.viewer $(CHROMIUM) $(AXE)
 
 test-viewer: setup-viewer docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages tests/docsite -rs
