@@ -46,7 +46,7 @@ def settings_of(folder: Path, **changed: Any) -> RunSettings:
     return validate(
         RunSettings,
         {
-            "environment": {"type": "factbook", "hops": [1], "passages": "facts"},  # quick to make
+            "environment": {"type": "factbook"},
             "algorithm": {"type": "grpo", "group_size": 2},
             "model": {"name": str(folder), "precision": "float32"},
             "rollout": {"max_turns": 2, "max_turn_tokens": 8},
