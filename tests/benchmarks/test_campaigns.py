@@ -14,7 +14,8 @@ from benchmarks import damage, kill_moments, kills
 from tests.training.forked import ForkedOutrider
 
 
-@pytest.mark.long
+# killed runs are fast, in tests/training/test_resume.py; this is the command that draws the kills
+@pytest.mark.slow
 def test_killed_runs_end_in_the_same_bits_and_the_command_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,9 +1,10 @@
-"""A run with two trainer ranks from the command line: killed and continued to the same bits, exported, and
-nothing left behind.
+"""A run with two trainer ranks from the command line: continued to the same bits, exported, and nothing left
+behind.
 """
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -52,15 +53,7 @@ def whole(root: Path) -> Path:
     return root / "whole"
 
 
-@pytest.mark.long
-def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
-    run = root / "killed"
-    runs = CommandRuns()
-    process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
-    assert any("ray::" in one for one in runs.processes()) and runs.folders()
-    runs.kill(process)
-    ended = outrider("train", "--resume", run, "--progress", "plain", timeout=300)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+def assert_same_run(whole: Path, run: Path) -> None:
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))
     assert one.keys() == other.keys() and len(one) > 20
@@ -71,6 +64,28 @@ def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
     assert {name for name in states[0] if states[0][name] != states[1].get(name)} <= unlike
     assert metrics(whole) == metrics(run)
     assert (whole / "evaluations.jsonl").read_bytes() == (run / "evaluations.jsonl").read_bytes()
+
+
+def test_a_run_that_goes_back_two_steps_ends_in_the_same_bits(root: Path, whole: Path) -> None:
+    """As a kill leaves it: the newest checkpoint is older than all other files."""
+    run = Path(shutil.copytree(whole, root / "back"))
+    for step in range(2, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    CommandRuns().run("train", "--resume", run, "--progress", "plain", timeout=300)
+    assert_same_run(whole, run)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
+    """And Ray ends what it had."""
+    run = root / "killed"
+    runs = CommandRuns()
+    process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
+    assert any("ray::" in one for one in runs.processes()) and runs.folders()
+    runs.kill(process)
+    ended = outrider("train", "--resume", run, "--progress", "plain", timeout=300)
+    assert ended.returncode == 0, ended.stderr + ended.stdout
+    assert_same_run(whole, run)
 
 
 @pytest.mark.slow

@@ -186,8 +186,9 @@ def replaced(crew: Crew, unbroken: object, counted: str, message: str, *, num_gr
     assert bits(crew.play()) == unbroken and crew.remote.notes() == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
+# a worker that Ray ends is long, in test_programs.py: the same bits, counts and notes
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_worker_that_is_gone_is_replaced(crew: Crew, unbroken: object, how: signal.Signals) -> None:
     pid = crew.remote.worker_pids[1]
     os.kill(pid, how)

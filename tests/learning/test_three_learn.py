@@ -74,7 +74,7 @@ def test_all_ways_lead_on_from_the_crossroads_and_nothing_else_is_forgiven() -> 
         assert answer.done is bool(action) and not environment.result().success
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_all_three_soon_find_a_vault_that_is_less_rare() -> None:
     """A test of the code; what ten seeds give on the arena's own toy is tested by `make test-slow`."""
     set_threads(1)

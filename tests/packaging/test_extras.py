@@ -86,7 +86,8 @@ def test_the_demo_extra_trains_with_an_empty_cache(tmp_path: Path) -> None:
     assert {"starlette", "uvicorn"} <= wanted  # the demo ends with the command that opens the viewer
     packages = only(wanted, tmp_path / "packages")
     (cache := tmp_path / "cache").mkdir()
-    small = ["cold_start.num_examples=1", "train.num_steps=0", "evaluation.num_tasks=1", "num_threads=1"]
+    small = ["cold_start.num_examples=1", "train.num_steps=0", "evaluation.num_tasks=1",
+             "evaluation.at_start=false", "num_threads=1"]  # fmt: skip
     run, recipe = tmp_path / "run", ROOT / "recipes" / "demo.toml"
     command = ["-m", "outrider", "train", str(recipe), "--run", str(run), "--progress", "none", *small]
     done = run_with(packages, *command, cache=cache)

@@ -22,7 +22,7 @@ from tests.tiny import CHARACTERS
 RECIPE = """
 num_threads = 1
 model = {{ name = "{model}", precision = "float32", lora = {{ rank = 2 }} }}
-environment = {{ type = "factbook" }}
+environment = {{ type = "factbook", hops = [1], passages = "facts" }}
 algorithm = {{ type = "grpo", group_size = 2 }}
 rollout = {{ max_turns = 1, max_turn_tokens = 8, max_response_tokens = 16 }}
 cold_start = {{ num_examples = 0 }}
