@@ -40,6 +40,10 @@ DISTILL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "rlsd": {"help": ["feedback"], "form": "advantage_scale"},
     "opid": {"help": ["feedback"], "form": "advantage_add", "weight": 0.001},
     "skill-sd": {"help": ["file"], "form": "k3_ratio", "weight": 0.1},
+    "ucob": {
+        "help": ["file"], "plays": "both", "pairs": "anchor", "support": 32, "tail": False, "gate": "gap",
+        "weight": 0.1,
+    },
 }  # fmt: skip
 """Published methods as settings; what differs from the released code is on docs/algorithms/distill.md."""
 
@@ -70,7 +74,9 @@ class DistillSettings(Settings):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = DISTILL_PRESETS
 
-    preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd"] = "none"
+    preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd", "ucob"] = (
+        "none"
+    )
     help: tuple[HelpSource, ...] = ("tips",)
     plays: Literal["unhelped", "helped", "both"] = "unhelped"
     helped_share: float = Field(0.5, gt=0, lt=1)
@@ -99,6 +105,21 @@ class DistillSettings(Settings):
     exclude_own_group: bool = True
     threshold: float = 1.0
     path: str | None = None
+    pairs: Literal["none", "anchor"] = "none"
+    """With ``anchor``, the turn with the highest return among those of a group that acted on the same
+    observation teaches the context that it was not sampled in (UCOB, arXiv 2606.29502). Part of every group
+    is then sampled with help, and the policy term trains all rollouts in the context of their sampling.
+    """
+    pair_margin: float = Field(0.05, ge=0)
+    """Difference of returns to the turns that are compared, up to which a turn teaches nothing."""
+    pair_scale: float = Field(0.2, gt=0)
+    """Difference of returns that has weight 1."""
+    pair_cap: float = Field(2.0, gt=0)
+    """Largest weight of a difference."""
+    max_pairs: int = Field(2, ge=1)
+    """Most differences of an observation, the largest ones; their weights are added."""
+    pair_gamma: float = Field(0.95, ge=0, le=1)
+    """Discount of the returns per turn."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,9 +186,23 @@ class DistillSettings(Settings):
             raise ValueError("distill.template needs the mark {help}, where the texts are put")
         if "helped_share" in changed and self.plays != "both":
             raise ValueError("distill.helped_share belongs to plays = both")
+        if self.pairs == "none" and (
+            keys := sorted(key for key in changed if "pair_" in key or key == "max_pairs")
+        ):
+            raise ValueError(f"distill.{keys[0]} belongs to pairs = anchor")
+        if self.pairs != "none":
+            self._validate_pairs()
         if "threshold" in changed and "sibling" not in self.help:
             raise ValueError("distill.threshold belongs to help = sibling")
         return self
+
+    def _validate_pairs(self) -> None:
+        if self.plays != "both":
+            raise ValueError(
+                "distill.pairs = anchor compares rollouts with and without help: set plays = both"
+            )
+        if self.form not in ("divergence", "likelihood") or self.where != "all":
+            raise ValueError("distill.pairs = anchor needs form = divergence or likelihood, and where = all")
 
     def _validate_ratio(self, changed: set[str]) -> None:
         if self.plays != "helped":
@@ -206,6 +241,11 @@ class DistillSettings(Settings):
                 "algorithm.distill.helped_share: in a run with tips, memory_probability and "
                 "off_policy_probability are the shares"
             )
+        if self.pairs != "none" and (has_tips or algorithm.forks_by_replay):
+            raise ValueError(
+                "algorithm.distill.pairs = anchor needs an algorithm without tips and forks, for example "
+                "algorithm.type = grpo"
+            )
         if "demonstration" in self.help and not run.environment.has_experts:
             raise ValueError(
                 "algorithm.distill.help = demonstration needs experts, and the tasks of environment.type = "
@@ -216,20 +256,10 @@ class DistillSettings(Settings):
                 "algorithm.distill needs model.history_thinking = keep: conversations that are rendered "
                 "again before every turn are not supported yet"
             )
-        if self.policy_weight == 0.0 and algorithm.drops_groups:
-            raise ValueError(
-                "algorithm.distill.policy_weight = 0 with dynamic_sampling: groups are selected for their "
-                "advantages, which nothing uses; remove dynamic_sampling"
-            )
         if algorithm.loss.type == "reinforce" and self.plays != "unhelped" and self.policy_weight:
             raise ValueError(
                 f"algorithm.distill.plays = {self.plays} with loss.type = reinforce: rollouts that are "
                 "sampled with help and trained without it need a ratio, or policy_weight = 0"
-            )
-        if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
-            raise ValueError(
-                f"algorithm.distill.form = {self.form} with loss.type = gspo: one ratio per rollout has no "
-                "advantage per token"
             )
 
     @property

@@ -41,6 +41,7 @@ from outrider.training.distill_term import (
     OtherScores,
     TermLosses,
     other_rendering,
+    pair_paths,
     rollouts_with_term,
     score_other,
     term_mask,
@@ -345,18 +346,23 @@ class _Update:
     def prepare(self, paths: Sequence[RolloutPath], number: int) -> _MiniBatch:
         """Pack the rollouts of a mini-batch that have a gradient; the weights count all rollouts."""
         distill = self.objective.distill
-        has_term_R = None if distill is None else rollouts_with_term(paths, distill)
-        trained = _trained_paths(paths, self.objective, has_term_R)
+        has_pairs = distill is not None and distill.pairs != "none"
+        every = [*paths, *pair_paths(paths)] if has_pairs else paths
+        has_term_R = None if distill is None else rollouts_with_term(every, distill)
+        trained = _trained_paths(every, self.objective, has_term_R)
         batches = self._pack(trained)
         term = None
         if distill is not None and has_term_R is not None and distill.form != "ratio" and trained:
-            masks = [term_mask(batch, has_term_R, skip_first=distill.skip_first) for batch in batches]
+            masks = [
+                term_mask(batch, has_term_R, skip_first=distill.skip_first, has_pairs=has_pairs)
+                for batch in batches
+            ]
             term = DistillTerm(
                 settings=distill,
                 has_term_R=has_term_R,
-                succeeded_R=torch.tensor([path.succeeded for path in paths]),
+                succeeded_R=torch.tensor([path.succeeded for path in every]),
                 masks=masks,
-                weights=_distill_weights(paths, self.objective, distill, batches, masks, has_term_R),
+                weights=_distill_weights(every, self.objective, distill, batches, masks, has_term_R),
                 scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / distill.scale_steps),
             )
         return _MiniBatch(
@@ -365,7 +371,7 @@ class _Update:
             batches=batches,
             weights=_loss_weights(paths, self.objective, batches) if trained else (),
             sft_weights=(
-                success_weights(paths, batches, self.policy.ranks)
+                success_weights(every, batches, self.policy.ranks)
                 if trained and self.objective.positive_nll > 0
                 else None
             ),
@@ -794,7 +800,8 @@ def _distill_weights(
             if has_term_R[path.rollout_index]
         }
         weights = _spread_weights(sizes, objective, batches)
-    return [weight * mask for weight, mask in zip(weights, masks, strict=True)]
+    factors = [batch.advantages_T if distill.pairs != "none" else 1.0 for batch in batches]
+    return [weight * mask * factor for weight, mask, factor in zip(weights, masks, factors, strict=True)]
 
 
 def success_weights(
