@@ -1,4 +1,4 @@
-"""Turns that teach the context that they were not sampled in (UCOB): recorded values of the released code, which
+"""Turns that teach the context that they were not sampled in (UCOB): recorded values of released code, which
 turns teach, and the gradient against one of a plain model.
 """
 
