@@ -474,7 +474,7 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, {"help": ["file", "tips"], "path": "x"}, {}, "nothing writes tips"),
         (CUSTOM, {"help": "demonstration"}, {}, "needs experts, and the tasks of environment.type = tools"),
         ({"model": {"history_thinking": "strip"}}, {"help": "sibling"}, {}, "history_thinking = keep"),
-        ({}, {"help": "sibling", "policy_weight": 0}, {"dynamic_sampling": {}}, "remove one of them"),
+        ({}, {"help": "sibling", "policy_weight": 0}, {"dynamic_sampling": {}}, "remove dynamic_sampling"),
         ({}, {"help": "feedback", "form": "advantage_add"}, {"loss": {"type": "gspo"}}, "one ratio per"),
         ({}, FILE | {"plays": "helped"}, EMPO2, "set help = tips"),
         ({}, {"plays": "both", "helped_share": 0.2}, EMPO2, "are the shares"),

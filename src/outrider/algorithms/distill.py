@@ -256,6 +256,11 @@ class DistillSettings(Settings):
                 "algorithm.distill needs model.history_thinking = keep: conversations that are rendered "
                 "again before every turn are not supported yet"
             )
+        if self.policy_weight == 0.0 and algorithm.drops_groups:
+            raise ValueError(
+                "algorithm.distill.policy_weight = 0 with dynamic_sampling: groups are selected for their "
+                "advantages, which nothing uses; remove dynamic_sampling"
+            )
         if algorithm.loss.type == "reinforce" and self.plays != "unhelped" and self.policy_weight:
             raise ValueError(
                 f"algorithm.distill.plays = {self.plays} with loss.type = reinforce: rollouts that are "
