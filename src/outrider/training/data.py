@@ -111,7 +111,8 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     """
     order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
     modes = partial(parts.algorithm.modes_of, step)
-    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
+    prepare = partial(parts.algorithm.prepare, step=step, play=StepExperts(parts=parts, step=step))
+    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step, prepare=prepare)
 
 
 def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
@@ -138,11 +139,13 @@ def sample_step(
     choice: TaskChoice,
     modes: Callable[[int], Sequence[str]],
     step: int,
+    prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], None] = lambda tasks, modes: None,
 ) -> SampledStep:
     """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
-    its limit of rounds.
+    its limit of rounds. ``prepare`` is called with the tasks and modes of every round before its rollouts.
     """
     if choice.tasks is not None:
+        prepare(choice.tasks, [modes(number) for number in range(len(choice.tasks))])
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
         return SampledStep(
             is_filtered=False,
@@ -172,6 +175,7 @@ def sample_step(
             break
         # Groups are numbered on through the rounds of a step.
         round_modes = [modes(len(traces) + number) for number in range(len(tasks))]
+        prepare(tasks, round_modes)
         report = rollouts.run(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
         )
