@@ -39,7 +39,9 @@ class PrefixSettings(Settings):
     With 0, a task gets a prefix only if its first guided group fails without one.
     """
     low: float = Field(0.25, ge=0, le=1)
+    """Share of solved rollouts below which the task's next guided group gets one step more."""
     high: float = Field(0.5, ge=0, le=1)
+    """Share of solved rollouts above which it gets one step less."""
 
     @model_validator(mode="after")
     def _validate(self) -> Self:

@@ -298,9 +298,9 @@ class RolloutRow:
     ``episode_return`` and ``success`` are None after a fault; ``advantage`` is None if none was computed.
     ``kind`` is ``on-policy``, ``hybrid`` (a retrieved step), ``tips``, ``guided`` (behind a prefix) or
     ``demonstration``. Policy turns, policy tokens, tool calls, retrieved steps, and tips are counted over the
-    whole path, including shared nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout that wrote its first nodes,
-    or the rollout itself. ``metrics`` is a JSON object with the metrics that the environment or the agent
-    program returned; None after a fault.
+    whole path, including shared nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout
+    that wrote its first nodes, or the rollout itself. ``metrics`` is a JSON object with the metrics that the
+    environment or the agent program returned; None after a fault.
     """
 
     step: int
