@@ -7,7 +7,7 @@ in docs/algorithms/objectives.md.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -201,7 +201,7 @@ class OnPolicyGroup(Algorithm):
 
 class OnPolicyBatch(OnPolicyGroup):
     """Base of methods whose advantages may span all groups of a step; subclasses override
-    :meth:`assign_joint_advantages`.
+    :meth:`assign_step_advantages`.
 
     ``max_response_tokens`` is the limit of the run, ``groups_per_step`` its number of groups in a step.
     """
@@ -261,21 +261,18 @@ class OnPolicyBatch(OnPolicyGroup):
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         return self.assign_step_advantages([trace])[0]
 
-    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """Assign advantages whose statistics never mix groups with and without a prefix."""
+    def _assign_by_start(
+        self, traces: Sequence[Trace], assign: Callable[[Sequence[Trace]], list[GroupAdvantages]]
+    ) -> list[GroupAdvantages]:
+        """Call ``assign`` for groups with a prefix and for the others, so that no statistic mixes them."""
         if self.prefix is None:
-            return self.assign_joint_advantages(traces)
+            return assign(traces)
         results: dict[int, GroupAdvantages] = {}
         for is_guided in (True, False):
             numbers = [i for i, trace in enumerate(traces) if (prefix_length(trace) > 0) == is_guided]
             if numbers:
-                joint = self.assign_joint_advantages([traces[i] for i in numbers])
-                results |= zip(numbers, joint, strict=True)
+                results |= zip(numbers, assign([traces[i] for i in numbers]), strict=True)
         return [results[i] for i in range(len(traces))]
-
-    def assign_joint_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
-        """Assign advantages to groups whose statistics may span all of them."""
-        raise NotImplementedError
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         """Choose the next tasks; with dynamic sampling, additional tasks replace dropped groups."""
@@ -351,8 +348,11 @@ class Grpo(OnPolicyBatch):
     Settings = GrpoSettings
     settings: GrpoSettings
 
-    def assign_joint_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign the advantages of the shaped returns to every policy token."""
+        return self._assign_by_start(traces, self._assign)
+
+    def _assign(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         chosen = self.settings
         measured = self._shape_returns(traces)
         returns = [total_returns(trace) for trace in traces]
@@ -422,11 +422,14 @@ class ReinforcePlusPlus(OnPolicyBatch):
     Settings = ReinforcePlusPlusSettings
     settings: ReinforcePlusPlusSettings
 
-    def assign_joint_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
+    def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign whitened advantages to every policy token; ``advantages`` is their mean over each rollout.
 
         Raises ValueError for a node that several rollouts share, because their advantages may differ.
         """
+        return self._assign_by_start(traces, self._assign)
+
+    def _assign(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         chosen = self.settings
         scored = [
             (number, leaf, [node for node in path if node.trainable])
