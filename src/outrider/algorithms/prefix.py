@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from outrider.algorithms.base import StepPlay
 from outrider.algorithms.tips import PLAIN, ModeSchedule
 from outrider.config import Settings
-from outrider.rollout.hooks import Demonstration, EpisodeState, Hook
+from outrider.rollout.hooks import Demonstration, EpisodeState, Hook, has_part
 from outrider.trace import Trace
 from outrider.types import Origin, Task
 
@@ -97,7 +97,7 @@ class PrefixHook(Hook):
         guided = [
             task
             for task, own in zip(tasks, modes, strict=True)
-            if own[0] == GUIDED and self.lengths.get(task.key) != 0
+            if has_part(own[0], GUIDED) and self.lengths.get(task.key) != 0
         ]
         paths = play.request_expert_paths(guided)[0] if guided else {}
         self.texts = {}
@@ -121,7 +121,7 @@ class PrefixHook(Hook):
                 continue
             length, key = prefix_length(trace), trace.task.key
             (guided if length else unguided).extend(solved)
-            if trace.modes[0] != GUIDED:
+            if not has_part(trace.modes[0], GUIDED):
                 continue
             if not length and self.lengths.get(key) != 0:
                 num_missing += 1  # no expert, or one whose only step is the last one
