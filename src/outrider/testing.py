@@ -819,7 +819,7 @@ def _check_flag(trace: Trace, result: GroupAdvantages) -> None:
     )
 
 
-_OTHER_PARTS: Final = ("modes_of", "choose_tasks", "augment", "token_loss", "measure")
+_OTHER_PARTS: Final = ("modes_of", "choose_tasks", "prepare", "augment", "token_loss", "measure")
 _FACTORS: Final = (0.0, 0.5, 2.0, 10.0)
 
 

@@ -24,7 +24,7 @@ class Origin(StrEnum):
     ENVIRONMENT = "environment"
     BUFFER = "buffer"  # a retrieved step of another agent (RAPO)
     MEMORY = "memory"  # a tip (EMPO²)
-    DEMONSTRATION = "demonstration"  # a demonstrator's turn that the policy is trained on (LUFFY)
+    DEMONSTRATION = "demonstration"  # a demonstrator's turn: trained on (LUFFY), or context (prefix)
 
 
 class Outcome(StrEnum):

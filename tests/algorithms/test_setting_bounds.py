@@ -20,6 +20,7 @@ from outrider.algorithms.loss_settings import (
     SamplerCorrection,
     migrate_algorithm_keys,
 )
+from outrider.algorithms.prefix import PrefixSettings
 from outrider.algorithms.retrieval import RetrievalSettings
 from outrider.cli import main
 from outrider.config import Settings, validate
@@ -68,7 +69,10 @@ DEFAULTS: dict[type[Settings], dict[str, Any]] = {
     },
     OverlongSettings: {"max_tokens": None, "buffer": None, "factor": 1.0, "counted": "policy"},
     DynamicSamplingSettings: {"metric": "return", "max_extra_batches": 9},
-    GroupSettings: OBJECTIVE | {"overlong": None, "dynamic_sampling": None, "reward_kl_weight": 0.0},
+    GroupSettings: OBJECTIVE | {
+        "overlong": None, "dynamic_sampling": None, "prefix": None, "reward_kl_weight": 0.0,
+    },
+    PrefixSettings: {"share": 0.5, "start": 0.0, "low": 0.25, "high": 0.5},
     UpdateSettings: {
         "num_mini_batches": 1, "num_epochs": 1, "max_tokens": 4096, "max_logprob_gap": 0.1,
         "checkpoint_activations": False, "attention": "auto",

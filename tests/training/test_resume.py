@@ -103,6 +103,7 @@ OF_ITS_STATE = {
     "empo2": ("tips/num_shown",),
     "combined_house": ("retrieval/num_inserted", "tips/num_shown"),
     "grpo": (),
+    "prefix": ("prefix/num_groups", "prefix/length_mean"),
     "luffy": ("luffy/num_tokens",),
     "tree_grpo": (),
 }

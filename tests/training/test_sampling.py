@@ -77,7 +77,7 @@ class FakeScheduler:
         *,
         modes: Callable[[int], Sequence[str]],
         training_step: int,
-        continued: bool,
+        continued: bool = False,
     ) -> RolloutReport:
         assert continued == bool(self.calls)  # one step is one batch, however many rounds it takes
         self.calls.append([task.key for task in tasks])
@@ -138,6 +138,28 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
     assert step.cursor == len(flat)
     again = play(FakeScheduler(scheduler.returns), rule=DynamicSamplingSettings())
     assert [trace.task.key for trace in again.traces] == flat
+
+
+def test_every_round_is_prepared_before_its_rollouts() -> None:
+    """An algorithm may request experts for the tasks and modes of a round."""
+    scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
+    prepared: list[list[str]] = []
+
+    def prepare(tasks: Sequence[Task], modes: Sequence[Sequence[str]]) -> None:
+        assert len(prepared) == len(scheduler.calls)  # before the rollouts of the round
+        begin = sum(map(len, prepared))
+        assert modes == [(str(begin + number),) for number in range(len(tasks))]
+        prepared.append([task.key for task in tasks])
+
+    rules = (DynamicSamplingSettings(), None)
+    for choice in (*map(chosen_by, rules), TaskChoice(num_groups=2, tasks=order(12, 4).tasks[:2])):
+        scheduler.calls.clear()
+        prepared.clear()
+        sample_step(
+            scheduler, order(12, 4), cursor=0, choice=choice, modes=lambda group: (str(group),), step=0,
+            prepare=prepare,
+        )  # fmt: skip
+        assert prepared == scheduler.calls and prepared
 
 
 def test_a_bound_and_a_small_task_set_end_the_search() -> None:

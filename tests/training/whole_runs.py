@@ -90,6 +90,16 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "rollout.max_turns=6",
         "rollout.max_response_tokens=400",
     ),
+    "prefix": (
+        "algorithm.type=grpo",
+        "algorithm.prefix={{share = 1.0, start = 0.5}}",
+        "model.name={root}/model-house",
+        'environment={{type = "house", num_train = 2, num_test = 1, max_moves = 4}}',
+        "environment.house.num_rooms=2",
+        "environment.house.num_things=2",
+        'buffer={{embedder = "hash"}}',
+        "rollout.max_response_tokens=1200",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")

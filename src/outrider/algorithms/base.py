@@ -421,7 +421,8 @@ def write_advantages(
     ):
         leaf.advantage = value if has_return else None
         for node in path if has_return else ():
-            if node.receives_advantages:
+            # In a rollout of the policy, a demonstrator's turns are a prefix, which is only context.
+            if node.trainable or (node.receives_advantages and leaf.is_demonstration):
                 users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))
     for node_id, shared in users.items():
         node = trace.nodes[node_id]
@@ -534,6 +535,11 @@ class Algorithm:
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         """Choose training ``tasks``; by default the next ``num_groups`` (``train.tasks_per_step``)."""
         return TaskChoice(num_groups=num_groups)
+
+    def prepare(
+        self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, step: int, play: StepPlay
+    ) -> None:
+        """Called before the groups of ``tasks`` are sampled in ``modes``, for example to request experts."""
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
         """Add rollouts to the sampled ``traces`` in place, and return additional groups to train on."""

@@ -7,11 +7,11 @@ in docs/algorithms/objectives.md.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -31,9 +31,12 @@ from outrider.algorithms.base import (
     AdvantageKind,
     Algorithm,
     AlgorithmContext,
+    Arrays,
+    Augmentation,
     GroupAdvantages,
     GroupFilter,
     ObjectiveSettings,
+    StepPlay,
     TaskChoice,
     outcome_advantages,
     require_unassigned,
@@ -41,6 +44,7 @@ from outrider.algorithms.base import (
     write_advantages,
 )
 from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
+from outrider.algorithms.prefix import GUIDED, PrefixHook, PrefixSettings, prefix_length
 from outrider.algorithms.presets import (
     GRPO_PRESETS,
     REINFORCE_PLUS_PLUS_PRESETS,
@@ -117,6 +121,8 @@ class GroupSettings(ObjectiveSettings):
     """DAPO's penalty for answers close to the length limit."""
     dynamic_sampling: DynamicSamplingSettings | None = None
     """DAPO's replacement of groups whose rollouts all have the same reward."""
+    prefix: PrefixSettings | None = None
+    """Groups that start behind steps of the environment's experts (docs/algorithms/small_methods.md)."""
     reward_kl_weight: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -151,10 +157,14 @@ class GroupSettings(ObjectiveSettings):
         return self.reward_kl_weight > 0
 
     def validate_run(self, run: "RunSettings") -> None:
-        """Raise ValueError for a length penalty that no response could reach."""
+        """Raise ValueError for a length penalty that no response could reach, and for a prefix without
+        experts or replay.
+        """
         super().validate_run(run)
         if self.overlong is not None:
             self.overlong.bounds(run.rollout.max_response_tokens)
+        if self.prefix is not None:
+            self.prefix.validate_run(run)
 
 
 def measured_kl(node: Node) -> tuple[float, ...]:
@@ -190,25 +200,79 @@ class OnPolicyGroup(Algorithm):
 
 
 class OnPolicyBatch(OnPolicyGroup):
-    """Base of methods whose advantages may span all groups of a step; subclasses override :meth:`advantages`.
+    """Base of methods whose advantages may span all groups of a step; subclasses override
+    :meth:`assign_step_advantages`.
 
-    ``max_response_tokens`` is the limit of the run.
+    ``max_response_tokens`` is the limit of the run, ``groups_per_step`` its number of groups in a step.
     """
 
     settings: GroupSettings
 
     def __init__(
-        self, settings: GroupSettings, *, max_response_tokens: int = Limits().max_response_tokens
+        self,
+        settings: GroupSettings,
+        *,
+        max_response_tokens: int = Limits().max_response_tokens,
+        groups_per_step: int = 1,
+        seed: int = 0,
     ) -> None:
-        super().__init__(settings)
+        self.prefix: PrefixHook | None = None
+        if settings.prefix is not None:
+            self.prefix = PrefixHook(settings.prefix, groups_per_step=groups_per_step, seed=seed)
+        super().__init__(settings, hooks=() if self.prefix is None else (self.prefix,))
         self._max_response_tokens = max_response_tokens
 
     @classmethod
     def build(cls, settings: GroupSettings, context: AlgorithmContext) -> Self:
-        return cls(settings, max_response_tokens=context.max_response_tokens)
+        return cls(
+            settings,
+            max_response_tokens=context.max_response_tokens,
+            groups_per_step=context.groups_per_step,
+            seed=context.seed,
+        )
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        """Return the modes of a group: all guided or all unguided, if the run has prefixes."""
+        if self.prefix is not None and self.prefix.is_guided(step, group):
+            return (GUIDED,) * len(self.modes)
+        return self.modes
+
+    def prepare(
+        self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, step: int, play: StepPlay
+    ) -> None:
+        if self.prefix is not None:
+            self.prefix.prepare(tasks, modes, play=play)
+
+    def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
+        """Adapt the prefixes to the groups of the step, also to those that it does not train on."""
+        return Augmentation(metrics={} if self.prefix is None else self.prefix.adapt(traces))
+
+    @property
+    def remembers(self) -> bool:
+        return self.prefix is not None or type(self).state is not OnPolicyBatch.state
+
+    def state(self) -> tuple[dict[str, Any], Arrays]:
+        return {} if self.prefix is None else {"lengths": self.prefix.lengths}, {}
+
+    def restore(self, state: Mapping[str, Any], arrays: Arrays) -> None:
+        if self.prefix is not None:
+            self.prefix.lengths = dict(state["lengths"])
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         return self.assign_step_advantages([trace])[0]
+
+    def _assign_by_start(
+        self, traces: Sequence[Trace], assign: Callable[[Sequence[Trace]], list[GroupAdvantages]]
+    ) -> list[GroupAdvantages]:
+        """Call ``assign`` for groups with a prefix and for the others, so that no statistic mixes them."""
+        if self.prefix is None:
+            return assign(traces)
+        results: dict[int, GroupAdvantages] = {}
+        for is_guided in (True, False):
+            numbers = [i for i, trace in enumerate(traces) if (prefix_length(trace) > 0) == is_guided]
+            if numbers:
+                results |= zip(numbers, assign([traces[i] for i in numbers]), strict=True)
+        return [results[i] for i in range(len(traces))]
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         """Choose the next tasks; with dynamic sampling, additional tasks replace dropped groups."""
@@ -286,6 +350,9 @@ class Grpo(OnPolicyBatch):
 
     def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign the advantages of the shaped returns to every policy token."""
+        return self._assign_by_start(traces, self._assign)
+
+    def _assign(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         chosen = self.settings
         measured = self._shape_returns(traces)
         returns = [total_returns(trace) for trace in traces]
@@ -360,6 +427,9 @@ class ReinforcePlusPlus(OnPolicyBatch):
 
         Raises ValueError for a node that several rollouts share, because their advantages may differ.
         """
+        return self._assign_by_start(traces, self._assign)
+
+    def _assign(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         chosen = self.settings
         scored = [
             (number, leaf, [node for node in path if node.trainable])

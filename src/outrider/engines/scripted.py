@@ -37,14 +37,11 @@ class ScriptedEngine:
         text = self._script(
             request, decode_text(self.tokenizer, request.token_ids, skip_special_tokens=False)
         )
-        ends = [text.index(stop) + len(stop) for stop in request.stop if stop in text]
-        reason = FinishReason.STOP if ends else FinishReason.EOS
         try:
-            ids = self._renderer.turn_ids(
-                text[: min(ends)] if ends else text, request.token_ids, is_closed=reason is FinishReason.EOS
-            )
+            ids, is_closed = self._renderer.recorded_turn(text, request.token_ids, stop=request.stop)
         except ModelError as error:
             raise EngineFault(str(error)) from error
+        reason = FinishReason.EOS if is_closed else FinishReason.STOP
         if len(ids) > request.max_tokens:
             ids, reason = ids[: request.max_tokens], FinishReason.LENGTH
         entropies = tuple(self._entropy(request, i) if self._entropy else 0.0 for i in range(len(ids)))

@@ -25,7 +25,15 @@ from outrider.environments.base import (
 from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.branching import Fork, GroupScheduler, make_fork
 from outrider.rollout.faults import cancelled_leaf, locate_invalid_result, run_guarded, run_timed
-from outrider.rollout.hooks import Attempt, EpisodeState, Hook, RolloutStatus, Splice, to_message
+from outrider.rollout.hooks import (
+    Attempt,
+    Demonstration,
+    EpisodeState,
+    Hook,
+    RolloutStatus,
+    Splice,
+    to_message,
+)
 from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
@@ -189,8 +197,13 @@ class EpisodeRunner:
             for intervention in hook.before_turn(state):
                 if isinstance(intervention, Splice):
                     self._splice(state, intervention, room=self.limits.max_turn_tokens)
-                elif (outcome := await self._attempt(state, intervention)) is not None:
-                    return outcome
+                    continue
+                if isinstance(intervention, Demonstration):
+                    ended = await self._demonstrate(state, intervention.text)
+                else:
+                    ended = await self._attempt(state, intervention)
+                if ended is not None:
+                    return ended
         context = state.last_node
         finish, text = await self._generate(state)
         turn = state.episode.read(text)
@@ -201,6 +214,15 @@ class EpisodeRunner:
             self._set_status(state, "a copy of its environment")
             fork = await make_fork(state, context, timeout_s=self.limits.step_timeout_s)
         self.scheduler.on_turn_end(state, fork)
+        outcome = await self._step(state, text, turn, finish)
+        for hook in self.hooks:
+            hook.after_turn(state)
+        return outcome
+
+    async def _step(
+        self, state: EpisodeState, text: str, turn: Message, finish: FinishReason
+    ) -> Outcome | None:
+        """Step the environment with the turn of the last node, and append the observation."""
         result = await self._act(state, text, turn)
         state.last_result = result
         state.last_node.reward = result.reward
@@ -210,14 +232,12 @@ class EpisodeRunner:
             "invalid": result.invalid,
         }
         state.steps.append(Step(text=text, observation=result.text, is_terminal=result.done))
-        if result.done:
+        if not result.done:
+            outcome = self._observe(state, result, finish)
+        else:
             is_cut = finish is FinishReason.LENGTH
             outcome = episode_outcome(result, is_cut=is_cut, is_answer=state.episode.ends_with_answer)
-        else:
-            outcome = self._observe(state, result, finish)
         state.turn += 1
-        for hook in self.hooks:
-            hook.after_turn(state)
         return outcome
 
     async def _generate(self, state: EpisodeState) -> tuple[FinishReason, str]:
@@ -309,6 +329,32 @@ class EpisodeRunner:
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         return episode_outcome(result) if result.done else None
+
+    async def _demonstrate(self, state: EpisodeState, text: str) -> Outcome | None:
+        """Execute a demonstrator's turn, in the ids that a rollout of the demonstrator would have."""
+        context = state.trace.token_ids(state.last_node.node_id)
+        text = self.renderer.demonstration(state.episode.convert(text), context)
+        ids, is_closed = self.renderer.recorded_turn(text, context, stop=self.sampling.stop)
+        finish = FinishReason.EOS if is_closed else FinishReason.STOP
+        max_tokens, _ = self._turn_limits(state)
+        if len(ids) > max_tokens:
+            ids, finish = ids[:max_tokens], FinishReason.LENGTH
+        text = self.renderer.turn_text(ids, context=context, is_closed=finish is FinishReason.EOS)
+        turn_node = state.trace.append(
+            parent=state.last_node.node_id,
+            origin=Origin.DEMONSTRATION,
+            token_ids=tuple(ids),
+            message=Message(role="assistant", content=text),
+            metadata={"finish": finish.value},
+        )
+        state.last_node = turn_node = share_prefix(state.trace, turn_node)
+        state.num_response_tokens += len(ids)
+        outcome = await self._step(state, text, state.episode.read(text), finish)
+        if state.last_node is not turn_node:
+            state.last_node = share_prefix(state.trace, state.last_node)
+        if outcome is None and state.turn >= self.limits.max_turns:
+            return Outcome.TRUNCATED_TURNS
+        return outcome
 
     def _splice(self, state: EpisodeState, splice: Splice, *, room: int) -> None:
         """Insert a hook's text, unless fewer than ``room`` tokens would remain for the policy.
@@ -465,6 +511,20 @@ def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool
     if result.truncated:
         return Outcome.TRUNCATED_TURNS
     return Outcome.INVALID if result.invalid else Outcome.FINISHED
+
+
+def share_prefix(trace: Trace, node: Node) -> Node:
+    """Return the node of a sibling that equals ``node``, the newest of the trace, which is removed then.
+
+    No rollout owns the node: which one comes first depends on the speed of tools.
+    """
+    node.metadata.pop("rollout", None)
+    node.metadata["is_prefix"] = True
+    for other in trace.nodes[:-1]:
+        if (other.parent, other.origin, other.token_ids) == (node.parent, node.origin, node.token_ids):
+            assert trace.nodes.pop() is node
+            return other
+    return node
 
 
 # Truncation: texts over the budget lose their middle and receive a mark there. The end stays because it

@@ -63,6 +63,17 @@ class Attempt:
     then: Callable[[StepResult], Splice | None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """A demonstrator's turn that the loop executes as if the policy had written it, without training on it.
+
+    It counts towards the limits of turns and tokens. Rollouts of a group that begin with equal turns and
+    observations share their nodes.
+    """
+
+    text: str
+
+
 @dataclass(slots=True, kw_only=True)
 class EpisodeState:
     """State of one running rollout.
@@ -76,7 +87,7 @@ class EpisodeState:
         rollout: the number of the rollout in its group.
         mode: the mode of the rollout.
         last_node: the newest node of the rollout.
-        turn: number of finished policy turns.
+        turn: number of finished turns, of the policy or a demonstrator.
         num_response_tokens: tokens after the prompt, without tips.
         num_splices_dropped: splices without room since the last policy turn.
         steps: the history.
@@ -146,8 +157,8 @@ class Hook:
                     f"{cls.__name__}.{name} is no method of Hook; did you mean {meant}?", stacklevel=2
                 )
 
-    def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
-        """Called before every policy turn. Returns text to splice in, or actions to execute first."""
+    def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt | Demonstration]:
+        """Called before every policy turn. Returns text to splice in, or actions and turns to execute."""
         return ()
 
     def after_turn(self, state: EpisodeState) -> None:

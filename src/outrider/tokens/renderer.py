@@ -331,6 +331,17 @@ class ChatRenderer:
             ids += self._end_ids(text, (*context, *ids))
         return ids
 
+    def recorded_turn(
+        self, text: str, context: Sequence[int], *, stop: Sequence[str]
+    ) -> tuple[list[int], bool]:
+        """Encode a turn that was not sampled, up to the end of its first ``stop`` string if it has one.
+
+        Returns the ids, and whether the template's end closes the turn: a stop string leaves it open.
+        """
+        ends = [text.index(string) + len(string) for string in stop if string in text]
+        text = text[: min(ends)] if ends else text
+        return self.turn_ids(text, context, is_closed=not ends), not ends
+
     def _added_text(self, token_id: int) -> str:
         added = self.tokenizer.added_tokens_decoder
         return str(added[token_id]) if token_id in added else ""

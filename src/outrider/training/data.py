@@ -118,8 +118,16 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
         choice=choice,
         modes=partial(group_modes, parts, step),
         step=step,
-        prepare=partial(demonstrate_tasks, parts),
+        prepare=partial(prepare_round, parts, step),
     )
+
+
+def prepare_round(
+    parts: Components, step: int, tasks: Sequence[Task], modes: Sequence[Sequence[str]]
+) -> None:
+    """Request the experts for the help and the prefixes of the groups of a round."""
+    demonstrate_tasks(parts, tasks)
+    parts.algorithm.prepare(tasks, modes, step=step, play=StepExperts(parts=parts, step=step))
 
 
 def group_modes(parts: Components, step: int, group: int) -> Sequence[str]:
@@ -178,13 +186,13 @@ def sample_step(
     choice: TaskChoice,
     modes: Callable[[int], Sequence[str]],
     step: int,
-    prepare: Callable[[Sequence[Task]], None] = lambda tasks: None,
+    prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], None] = lambda tasks, modes: None,
 ) -> SampledStep:
     """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
-    its limit of rounds. ``prepare`` is called with the tasks of every round.
+    its limit of rounds. ``prepare`` is called with the tasks and modes of every round before its rollouts.
     """
     if choice.tasks is not None:
-        prepare(choice.tasks)
+        prepare(choice.tasks, [modes(number) for number in range(len(choice.tasks))])
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
         return SampledStep(
             is_filtered=False,
@@ -213,8 +221,8 @@ def sample_step(
         if not tasks:
             break
         # Groups are numbered on through the rounds of a step.
-        prepare(tasks)
         round_modes = [modes(len(traces) + number) for number in range(len(tasks))]
+        prepare(tasks, round_modes)
         report = rollouts.run(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.trace import Node, split_contexts
+from outrider.types import Origin
 
 # Of a node in the packed trees: the number of its parent (-1: none) and its tokens.
 _NodeKey = tuple[int, tuple[int, ...]]
@@ -230,7 +231,8 @@ def advantages_by_rollout(
 
     Raises ValueError for a node that several rollouts share without advantages per rollout.
     """
-    if not node.receives_advantages:
+    is_prefix = node.origin is Origin.DEMONSTRATION and node.credit is None
+    if is_prefix or not node.receives_advantages:
         return []
     if node.shares is not None:
         shares = [

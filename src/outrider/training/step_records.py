@@ -79,7 +79,11 @@ def trace_rows(
         for leaf, path in trace.rollouts():
             whole = path or lost[leaf.rollout]
             row_ = _rollout(leaf, whole, trace, rows, f"{step}/{number}", step)
-            own = [firsts[node.node_id] for node in whole if node.origin is not Origin.PROMPT]
+            own = [
+                firsts[node.node_id]
+                for node in whole
+                if node.origin is not Origin.PROMPT and "is_prefix" not in node.metadata
+            ]
             records.rollouts.append(replace(row_, forked_from=own[0] if own else leaf.rollout))
     return records
 

@@ -296,11 +296,11 @@ class RolloutRow:
     reason of a faulted rollout, else empty.
 
     ``episode_return`` and ``success`` are None after a fault; ``advantage`` is None if none was computed.
-    ``kind`` is ``on-policy``, ``hybrid`` (a retrieved step), ``tips`` or ``demonstration``. Policy turns,
-    policy tokens, tool calls, retrieved steps, and tips are counted over the whole path, including shared
-    nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout that wrote its first nodes,
-    or the rollout itself. ``metrics`` is a JSON object with the metrics that the environment or the agent
-    program returned; None after a fault.
+    ``kind`` is ``on-policy``, ``hybrid`` (a retrieved step), ``tips``, ``guided`` (behind a prefix) or
+    ``demonstration``. Policy turns, policy tokens, tool calls, retrieved steps, and tips are counted over the
+    whole path, including shared nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout
+    that wrote its first nodes, or the rollout itself. ``metrics`` is a JSON object with the metrics that the
+    environment or the agent program returned; None after a fault.
     """
 
     step: int
@@ -404,7 +404,7 @@ def rollout_row(
 def _kind(path: Sequence[TraceRow]) -> str:
     origins = {row.origin for row in path}
     if Origin.DEMONSTRATION in origins:
-        return "demonstration"
+        return "guided" if Origin.POLICY in origins else "demonstration"
     if Origin.BUFFER in origins:
         return "hybrid"
     return "tips" if Origin.MEMORY in origins else "on-policy"

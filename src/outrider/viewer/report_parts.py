@@ -290,8 +290,9 @@ class Sample:
     @property
     def kind(self) -> str:
         """Kind of the rollout, as the report names it."""
-        if any(row.origin is Origin.DEMONSTRATION for row in self.path):
-            return "demonstration"
+        origins = {row.origin for row in self.path}
+        if Origin.DEMONSTRATION in origins:
+            return "guided" if Origin.POLICY in origins else "demonstration"
         return "hybrid" if self.leaf.hybrid else "on-policy"
 
     def nodes(self, num_tokens: int) -> list[SampleNode]:
@@ -362,7 +363,7 @@ def _ranked(samples: list[Sample]) -> list[Sample]:
     scored.sort(key=lambda sample: sample.leaf.episode_return or 0.0, reverse=True)
     kinds = [
         [sample for sample in scored if sample.kind == kind]
-        for kind in ("hybrid", "on-policy", "demonstration")
+        for kind in ("hybrid", "on-policy", "guided", "demonstration")
     ]
     first = [
         *(sample for own in kinds for sample in own[:1]),
