@@ -105,6 +105,7 @@ OF_ITS_STATE = {
     "grpo": (),
     "luffy": ("luffy/num_tokens",),
     "tree_grpo": (),
+    "lamer": ("lamer/reflection_advantage_abs", "rollout/num_restarts"),
 }
 FAST, LONG = ("combined", "rollout_replay", "rnd"), ("agent",)
 

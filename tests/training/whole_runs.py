@@ -90,6 +90,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
         "rollout.max_turns=6",
         "rollout.max_response_tokens=400",
     ),
+    "lamer": (
+        "algorithm.type=lamer",
+        "algorithm.num_episodes=2",
+        "algorithm.max_reflection_tokens=12",
+        "algorithm.group_size=4",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")
