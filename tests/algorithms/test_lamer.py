@@ -1,8 +1,9 @@
 """LaMer: the released code's returns, exact advantages of small groups, and rollouts of several episodes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -149,6 +150,46 @@ def test_without_failures_it_is_a_discounted_group_advantage() -> None:
     Lamer(LamerSettings()).assign_advantages(trace)
     expected = episode_advantages_per_turn(returns, population=returns, normalization="none")
     assert credits(nodes) == pytest.approx(expected.tolist())
+
+
+def test_the_expected_gradient_of_each_turn() -> None:
+    """All outcomes of two rollouts of a policy with three coins: solve at once, reflect well, and solve after
+    a good or a bad reflection. With leave-one-out, the expected gradient of a turn is that of its own return
+    to go, times the probability that the other rollout reached this turn as well.
+    """
+    solve_1, reflect, after = 0.3, 0.6, {True: 0.8, False: 0.1}
+
+    def outcomes() -> Iterator[tuple[float, list[list[float]], list[tuple[str, float]]]]:
+        """Probability, step rewards by episode, and the score function of the logit of every turn."""
+        yield solve_1, [[1.0]], [("solve_1", 1.0 - solve_1)]
+        for is_good, is_solved in product((True, False), repeat=2):
+            coins = [("solve_1", False, solve_1), ("reflect", is_good, reflect)]
+            coins.append((f"after {is_good}", is_solved, after[is_good]))
+            probability = math.prod(p if head else 1.0 - p for _, head, p in coins)
+            yield probability, [[0.0], [float(is_solved)]], [(name, head - p) for name, head, p in coins]
+
+    algorithm = Lamer(LamerSettings(advantage="leave_one_out", episode_gamma=0.6, group_size=2))
+    found = dict.fromkeys(("solve_1", "reflect", "after True", "after False"), 0.0)
+    for group in product(list(outcomes()), repeat=2):
+        trace = new_trace(modes=("on_policy",) * 2)
+        rollouts = [add_rollout(trace, rewards) for _, rewards, _ in group]
+        algorithm.assign_advantages(trace)
+        probability = group[0][0] * group[1][0]
+        for nodes, (_, _, scores) in zip(rollouts, group, strict=True):
+            for value, (name, score) in zip(credits(nodes), scores, strict=True):
+                found[name] += probability * value * score / 2
+    failed = 1.0 - solve_1
+    later = reflect * after[True] + (1.0 - reflect) * after[False]
+    slopes = {name: p * (1.0 - p) for name, p in (("solve_1", solve_1), ("reflect", reflect))}
+    assert found == pytest.approx(
+        {
+            "solve_1": slopes["solve_1"] * (1.0 - 0.6 * later),
+            "reflect": failed**2 * slopes["reflect"] * (after[True] - after[False]),
+            "after True": failed**2 * reflect * 0.8 * 0.2,
+            "after False": failed**2 * (1.0 - reflect) * 0.1 * 0.9,
+        },
+        abs=1e-12,
+    )
 
 
 # Rollouts.
