@@ -301,6 +301,21 @@ def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
     return [path[begin:end] for begin, end in pairwise(starts)] if len(starts) > 2 else [path]
 
 
+EPISODE: Final = "episode"
+"""Key of a prompt node's metadata: the number of the episode that it starts, if the rollout has earlier ones.
+"""
+EARLIER_RETURN: Final = "earlier_return"
+"""Key of the same metadata: the return of the episode before."""
+REFLECTION: Final = "reflection"
+"""Key of the metadata of a reflection that is a turn of the rollout, and of the message that requests it."""
+
+
+def split_episodes(path: Sequence[Node]) -> list[Sequence[Node]]:
+    """Split a path into its episodes. A reflection belongs to the episode before it."""
+    starts = [0, *(number for number, node in enumerate(path) if EPISODE in node.metadata), len(path)]
+    return [path[begin:end] for begin, end in pairwise(starts)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyTurn:
     """One policy turn of a path: the observation before it, and its node."""

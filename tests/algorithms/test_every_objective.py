@@ -48,6 +48,8 @@ EVERY: dict[str, dict[str, Any]] = (
     | {"combined": {"type": "combined"}}
     | {"rapo": {"type": "rapo", "num_hybrid": 0}, "rejection": {"type": "rejection"}}
     | {name: {"type": "rollout_replay", "preset": name} for name in REPLAY_PRESETS}
+    | {"lamer": {"type": "lamer"}, "lamer, std": {"type": "lamer", "advantage": "group_normalized"}}
+    | {"lamer, state": {"type": "lamer", "anchor": "state"}}
 )  # fmt: skip
 BATCH = [name for name, table in EVERY.items() if table["type"] == "reinforce++"]
 UNCENTRED = [*BATCH, "rejection"]  # advantages relative to the batch, and to a threshold
@@ -199,7 +201,14 @@ def test_returns_may_be_shifted_and_scaled(groups: Any, name: str, shift: float,
     if name in BATCH:
         assume(np.ptp(base) > 0.1)
     np.testing.assert_allclose(found(1.0, shift), base, atol=1e-3)
-    unscaled = ("dr-grpo", "luffy-official", "empo2-centered", *GIGPO_PRESETS)  # no division by a std
+    unscaled = (
+        "dr-grpo",
+        "luffy-official",
+        "empo2-centered",
+        "lamer",
+        "lamer, state",
+        *GIGPO_PRESETS,
+    )  # no division by a std
     factor = scale if name in unscaled or name.startswith("rloo") else 1.0
     np.testing.assert_allclose(found(scale, 0.0), factor * base, rtol=1e-3, atol=1e-3)
 

@@ -148,6 +148,7 @@ CASES: Mapping[str, Table] = (
         f"tree-grpo, {kind}": _algorithm("tree_grpo", combination=kind, num_kept=2)
         for kind in ("inner", "nested")
     }
+    | {"lamer": _algorithm("lamer", group_size=4, num_episodes=2, max_reflection_tokens=12)}
     | {name: _arpo(name) for name in ARPO}
     | {"arpo, hard": _algorithm("arpo", attribution="hard", **FORKS)}
     | {"arpo, house": {**_algorithm("arpo", **FORKS), **HOUSE}}
@@ -191,7 +192,7 @@ SCRIPTED_ONLY = frozenset(name for name, table in CASES.items() if "environment"
 # One preset a page, played in the fast tests; the others are slow.
 SAMPLE = (
     "grpo", "dapo-official", "gspo", "rloo-trl", "reinforce++-baseline-official", "rejection", "gigpo",
-    "luffy-paper", "rollout-replay-official", "tree-grpo-official", "arpo", "aepo-released", "empo2",
+    "luffy-paper", "rollout-replay-official", "tree-grpo-official", "lamer", "arpo", "aepo-released", "empo2",
     "rapo, evolve", "rapo, execute", "combined",
 )  # fmt: skip
 

@@ -76,6 +76,10 @@ def test_restarted_contexts_count_for_the_update_and_not_for_the_engine() -> Non
     assert stripped.context == kept.context == kept.episode_tokens == 3000
     assert stripped.episode_tokens == stripped.training.max_tokens == 15_000
     assert stripped.step_tokens == 5 * kept.step_tokens
+    episodes = make_workload(
+        validate(RunSettings, base | {"algorithm": {"type": "lamer"}}), prompt_tokens=1000
+    )
+    assert (episodes.context, episodes.step_tokens) == (3000, 3 * kept.step_tokens)
 
 
 def test_an_unknown_model_family_is_refused() -> None:

@@ -27,6 +27,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     "rapo": {"num_hybrid": 2},
     "arpo": {"first_wave": 2},
     "tree_grpo": {"group_size": 6},
+    "lamer": {},
     "empo2": TIPS,
     "empo2 by the environment": {**TIPS, "memory": {**TIPS["memory"], "writer": "environment"}},
     "combined": {

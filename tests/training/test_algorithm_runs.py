@@ -343,6 +343,23 @@ def test_measures_of_other_methods(recipe: Path, method: str) -> None:
         assert "loss/kl" not in steps[0]  # the reference serves the reward alone
 
 
+def test_lamer_trains_reflections_and_evaluates_single_episodes(recipe: Path) -> None:
+    options = ("algorithm.num_episodes=2", "algorithm.max_reflection_tokens=12", "algorithm.group_size=4")
+    run = train(recipe, "lamer", "train.num_steps=1", "algorithm.type=lamer", *options)
+    [record] = records(run)
+    assert record["rollout/num_restarts"] > 0 and record["lamer/shown_fraction"] == 1.0
+    assert record["lamer/episodes"] == 1.0 + record["rollout/num_restarts"] / record["rollout/num"]
+    assert record["gap/logprob_max"] < 1e-4  # the update computes the contexts that the engine saw
+    assert not same_weights(run, run, 0, 1)
+    reader = TraceReader(run / "traces")
+    rows = reader.read(1)
+    reflections = [row for row in rows if row.origin is Origin.POLICY and '"reflection"' in row.metadata]
+    assert len(reflections) == record["rollout/num_restarts"]
+    assert any(any(row.advantages) for row in reflections)
+    assert not any('"episode"' in row.metadata for row in reader.read_evaluation(0))
+    assert replay_step(run, 1) == 0
+
+
 def test_a_step_without_a_single_group_is_reported_and_changes_nothing(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ OF_ITS_STATE = {
     "prefix": ("prefix/num_groups", "prefix/length_mean"),
     "luffy": ("luffy/num_tokens",),
     "tree_grpo": (),
+    "lamer": ("lamer/reflection_advantage_abs", "rollout/num_restarts"),
 }
 FAST, LONG = ("combined", "rollout_replay", "rnd"), ("agent",)
 

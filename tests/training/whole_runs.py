@@ -100,6 +100,12 @@ CASES: Mapping[str, tuple[str, ...]] = {
         'buffer={{embedder = "hash"}}',
         "rollout.max_response_tokens=1200",
     ),
+    "lamer": (
+        "algorithm.type=lamer",
+        "algorithm.num_episodes=2",
+        "algorithm.max_reflection_tokens=12",
+        "algorithm.group_size=4",
+    ),
     "reference": ("algorithm.type=grpo", "algorithm.kl_weight=0.5"),
 }
 CLOCK = ("time/", "speed/", "memory/")

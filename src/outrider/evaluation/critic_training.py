@@ -15,7 +15,7 @@ from outrider.memory.chat_files import import_trajectories
 from outrider.memory.embedders import load_embedder
 from outrider.printing import print_lines
 from outrider.types import Message, Origin, Step, Trajectory
-from outrider.viewer.records import TraceReader, TraceRow
+from outrider.viewer.records import TraceReader, TraceRow, last_episode
 
 _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
 
@@ -73,14 +73,15 @@ def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajector
 
 def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> Trajectory:
     """Actions of the policy, a demonstrator or a retrieved step, each with the last observation after it. The
-    end of a message after a tip is a node without text, which is no observation.
+    end of a message after a tip is a node without text, which is no observation. Of several episodes, the
+    last one is used.
     """
     path, node_id = [], leaf.node_id
     while node_id != -1:
         path.append(nodes[node_id])
         node_id = nodes[node_id].parent_id
     prompt, steps = "", list[Step]()
-    for row in reversed(path):
+    for row in last_episode(path[::-1]):
         if row.origin is Origin.PROMPT:
             prompt = prompt or row.text
         elif row.origin in _ACTION_ORIGINS:

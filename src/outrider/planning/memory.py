@@ -228,8 +228,10 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         precision = "float32" if device == "cpu" else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
     context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
-    # rendering a conversation again before a turn may start a new context
-    contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
+    # every episode has a context, and rendering a conversation again before a turn may start one
+    contexts = getattr(algorithm, "num_episodes", 1)
+    if settings.model.history_thinking == "strip":
+        contexts = settings.rollout.max_turns
     has_several_updates = update.num_mini_batches * update.num_epochs > 1
     distill = algorithm.distill
     is_averaged = distill is not None and distill.teacher == "ema"  # a second copy, like a reference

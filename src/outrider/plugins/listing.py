@@ -41,6 +41,7 @@ _DESCRIPTIONS: Final[Mapping[Kind, Mapping[str, str]]] = {
         "luffy": "LUFFY: a demonstration is one rollout of each group.",
         "rollout_replay": "RolloutReplay: some groups of a step are replayed from earlier steps.",
         "tree_grpo": "Tree-GRPO: the rollouts of a group are branches of a few trees.",
+        "lamer": "LaMer: a rollout is several episodes of a task, with reflections between them.",
     },
     "environments": {
         "factbook": "Questions about the CIA World Factbook, with a search tool (extra factbook).",

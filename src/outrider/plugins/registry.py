@@ -40,6 +40,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "luffy": "outrider.algorithms.luffy:Luffy",
         "rollout_replay": "outrider.algorithms.rollout_replay:RolloutReplay",
         "tree_grpo": "outrider.algorithms.tree_grpo:TreeGrpo",
+        "lamer": "outrider.algorithms.lamer:Lamer",
     },
     "environments": {
         "factbook": "outrider.environments.factbook.environment:FactbookEnvironment",

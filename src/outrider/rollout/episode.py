@@ -5,12 +5,13 @@ overrides the methods that differ if an external program manages the conversatio
 class truncate observations, insert tips, request reflections and replay recorded texts without a model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import eq
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from outrider.engines.base import FinishReason, Generation, Request
@@ -37,7 +38,8 @@ from outrider.rollout.hooks import (
 from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
-from outrider.trace import BODY, DESCRIBED_TOOLS, Leaf, Node, Trace
+from outrider.tokens.tool_calls import without_thoughts
+from outrider.trace import BODY, DESCRIBED_TOOLS, EARLIER_RETURN, EPISODE, REFLECTION, Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class EpisodeRunner:
         mode: str,
         fork: Fork | None = None,
         is_late: Callable[[], bool] = lambda: False,
+        renew: Callable[[], Awaitable[Env]] | None = None,
     ) -> Leaf:
         """Run one rollout and append its nodes to ``trace``.
 
@@ -91,6 +94,7 @@ class EpisodeRunner:
             mode: the mode of the rollout, see :mod:`outrider.rollout.hooks`.
             fork: where the rollout starts; None: at the prompt.
             is_late: checked before every turn. If it returns True, the rollout is cancelled.
+            renew: closes the environment and returns a new one; None: the rollout has one episode.
 
         Raises:
             ToolFault, EnvironmentFault, EngineFault: if infrastructure fails. The caller retries the rollout
@@ -108,8 +112,13 @@ class EpisodeRunner:
             if is_late():
                 return cancelled_leaf(rollout)
             outcome = await self._turn(state)
-        self._set_status(state, "the environment's result")
-        result = await self._run_guarded(episode.result)
+            if outcome is None:
+                continue
+            self._set_status(state, "the environment's result")
+            result = await self._run_guarded(state.episode.result)
+            if renew is not None and (hook := self._next_episode_hook(state, result)) is not None:
+                await self._start_next_episode(state, hook, result, renew)
+                outcome = None
         reflection, num_reflection_tokens = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
@@ -148,13 +157,7 @@ class EpisodeRunner:
             (node for node in trace.nodes if node.parent is None and node.token_ids == token_ids), None
         )
         if root is None:
-            text = "\n".join(message.content for message in episode.prompt)
-            # The message contains only the environment's text; the token ids also contain the tool schemas.
-            metadata = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
-            root = trace.append(
-                parent=None, origin=Origin.PROMPT, token_ids=token_ids, metadata=metadata,
-                message=Message(role="user", content=text),
-            )  # fmt: skip
+            root = _append_prompt(trace, None, episode, tools, token_ids)
         return state_class(
             task=task,
             trace=trace,
@@ -182,11 +185,65 @@ class EpisodeRunner:
         state.episode, state.rollout, state.mode = episode, rollout, mode
         return state
 
+    def _next_episode_hook(self, state: EpisodeState, result: EpisodeResult) -> Hook | None:
+        """Return the hook that requests another episode. None if this one succeeded, was the last, or had a
+        prompt without room for a turn, which the next one would have, too.
+        """
+        if result.success or state.turn == state.first_turn:
+            return None
+        num_finished = len(state.reflections) + 1
+        return next((hook for hook in self.hooks if hook.num_episodes > num_finished), None)
+
+    async def _start_next_episode(
+        self, state: EpisodeState, hook: Hook, result: EpisodeResult, renew: Callable[[], Awaitable[Env]]
+    ) -> None:
+        """Append the policy's reflection as a turn, then start the next episode in a new context.
+
+        Its environment is a new one with the same seed. The limits apply to every episode. Turns are numbered
+        over the whole rollout, because their numbers select the random streams.
+        """
+        reflection = await self._reflection_turn(state, hook, result)
+        episode = open_episode(await renew())
+        await self._run_guarded(episode.start, reset_seed(self.run_seed, self.training_step, state.task.key))
+        number = len(state.reflections) + 1
+        state.last_node = _append_prompt(
+            state.trace, state.last_node, episode, episode.tools,
+            self.renderer.prompt(episode.prompt, episode.tools),
+            {EPISODE: number, EARLIER_RETURN: result.episode_return, "rollout": state.rollout},
+        )  # fmt: skip
+        state.episode, state.conversation, state.steps, state.last_result = episode, episode.prompt, [], None
+        state.num_response_tokens, state.first_turn = 0, state.turn
+        state.reflections = (*state.reflections, reflection)
+
+    async def _reflection_turn(self, state: EpisodeState, hook: Hook, result: EpisodeResult) -> str:
+        """Append the request of a hook and the policy's reflection. Returns the reflection without thoughts;
+        empty, and nothing is appended, if the hook requests none or the context has no room.
+        """
+        request = _reflection_prompt(
+            state, hook, result,
+            renderer=self.renderer,
+            room=self._context_length - hook.max_reflection_tokens,
+            max_ending_tokens=self.limits.max_observation_tokens,
+        )  # fmt: skip
+        if request is None or len(request[1]) > self._context_length - hook.max_reflection_tokens:
+            return ""
+        message, token_ids = request
+        num_before = len(state.trace.token_ids(state.last_node.node_id))
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=token_ids[num_before:],
+            message=message,
+            metadata={REFLECTION: True, "num_tokens_cut": 0, "rollout": state.rollout},
+        )  # fmt: skip
+        _, text = await self._generate(state, max_tokens=hook.max_reflection_tokens, stop=())
+        state.last_node.metadata[REFLECTION] = True
+        state.turn += 1
+        return without_thoughts(text).strip()
+
     # 2. One turn
 
     async def _turn(self, state: EpisodeState) -> Outcome | None:
         """Run the hooks and one policy turn. Returns the outcome, or None if the episode continues."""
-        if state.turn >= self.limits.max_turns:
+        if state.turn - state.first_turn >= self.limits.max_turns:
             return Outcome.TRUNCATED_TURNS
         if self._num_tokens_left(state) <= 0:
             return Outcome.TRUNCATED_TOKENS
@@ -205,7 +262,8 @@ class EpisodeRunner:
                 if ended is not None:
                     return ended
         context = state.last_node
-        finish, text = await self._generate(state)
+        max_tokens, stop = self._turn_limits(state)
+        finish, text = await self._generate(state, max_tokens=max_tokens, stop=stop)
         turn = state.episode.read(text)
         # A fork starts before the turn that was just sampled and does not share its tokens. The copy must be
         # made before the environment steps, so that it has the state in which this turn was sampled.
@@ -240,9 +298,10 @@ class EpisodeRunner:
         state.turn += 1
         return outcome
 
-    async def _generate(self, state: EpisodeState) -> tuple[FinishReason, str]:
+    async def _generate(
+        self, state: EpisodeState, *, max_tokens: int, stop: tuple[str, ...]
+    ) -> tuple[FinishReason, str]:
         """Sample a turn and append its node. Returns the finish reason and the text."""
-        max_tokens, stop = self._turn_limits(state)
         generation, text = await self._sample(state, max_tokens=max_tokens, stop=stop)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id,
@@ -378,7 +437,7 @@ class EpisodeRunner:
     async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
         """Generate the first reflection that a hook requests. Returns its text and number of tokens."""
         for hook in self.hooks:
-            if hook.max_reflection_tokens:
+            if hook.max_reflection_tokens and hook.num_episodes == 1:
                 self._set_status(state, "the wait for a reflection")
                 key = (state.task.key, state.rollout)
                 reflection = await request_reflection(
@@ -494,6 +553,25 @@ class EpisodeRunner:
 
     async def _run_guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await run_guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
+
+
+def _append_prompt(
+    trace: Trace,
+    parent: Node | None,
+    episode: Episode,
+    tools: Sequence[ToolSchema],
+    token_ids: tuple[int, ...],
+    metadata: Mapping[str, object] = MappingProxyType({}),
+) -> Node:
+    """Append the prompt of an episode: the root, or below ``parent`` the start of a new context."""
+    text = "\n".join(message.content for message in episode.prompt)
+    # The message contains only the environment's text; the token ids also contain the tool schemas.
+    described = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
+    return trace.append(
+        parent=None if parent is None else parent.node_id, origin=Origin.PROMPT, token_ids=token_ids,
+        metadata=described | dict(metadata), message=Message(role="user", content=text),
+        restarts=parent is not None,
+    )  # fmt: skip
 
 
 def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool = False) -> Outcome:
@@ -744,11 +822,12 @@ async def request_reflection(
         is full or the engine fails: a missing reflection must not fail the rollout.
     """
     room = batcher.engine.context_length - hook.max_reflection_tokens
-    prompt_ids = _reflection_prompt(
+    prompt = _reflection_prompt(
         state, hook, result, renderer=renderer, room=room, max_ending_tokens=max_ending_tokens
     )
-    if prompt_ids is None or len(prompt_ids) > room:
-        return None if prompt_ids is None else ("", 0)
+    if prompt is None or len(prompt[1]) > room:
+        return None if prompt is None else ("", 0)
+    prompt_ids = prompt[1]
     request = Request(
         request_id=f"{state.task.key}/{state.rollout:04d}/{state.turn:03d}/reflection",
         token_ids=prompt_ids,
@@ -776,8 +855,8 @@ def _reflection_prompt(
     renderer: ChatRenderer,
     room: int,
     max_ending_tokens: int,
-) -> tuple[int, ...] | None:
-    """Return the token ids of the episode followed by the hook's request, or None if it requests nothing.
+) -> tuple[Message, tuple[int, ...]] | None:
+    """Return the hook's request, and the token ids of the episode followed by it; None without a request.
 
     The environment's last message, which the hook may quote, is truncated to the budget of an observation and
     to the remaining ``room``. It is dropped if the request only fits without it.
@@ -791,7 +870,7 @@ def _reflection_prompt(
             return None
         ids = (*context, *renderer.bridge(context, [message]))
         if len(ids) <= room or num_ending_tokens == 0:
-            return ids
+            return message, ids
         # Render again: tokenization is not additive, so the cut may save fewer tokens than intended.
         limit = max(0, num_ending_tokens - (len(ids) - room))
 

@@ -21,7 +21,7 @@ from outrider.errors import (
 )
 from outrider.rollout.settings import Limits
 from outrider.tools.base import CallClock
-from outrider.trace import Leaf, Node, Trace, split_contexts
+from outrider.trace import Leaf, Node, Trace, split_contexts, split_episodes
 from outrider.types import Origin, Outcome
 
 _MAX_CHARS = 300
@@ -269,7 +269,11 @@ CUT = "cut by "
 
 
 def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
-    """Return the setting and value of the limit that truncated the rollout or one of its turns, or None."""
+    """Return the setting and value of the limit that truncated the rollout or one of its turns, or None.
+
+    Of several episodes, the last one counts.
+    """
+    path = split_episodes(path)[-1]
     turns = [node for node in path if node.receives_advantages]
     shortened = [node for node in turns if node.metadata.get("finish") == "length"]
     if any(len(node.token_ids) >= limits.max_turn_tokens for node in shortened):

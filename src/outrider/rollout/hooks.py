@@ -96,6 +96,8 @@ class EpisodeState:
         branch_streak: number of consecutive newest turns at which rollouts forked.
         last_result: the environment's newest result.
         conversation: the messages so far, if they are rendered again before every turn.
+        first_turn: number of finished policy turns before this episode, if the rollout has several.
+        reflections: the policy's reflections on the earlier episodes; empty texts if there was no room.
     """
 
     task: Task
@@ -114,6 +116,8 @@ class EpisodeState:
     branch_streak: int = 0
     last_result: StepResult | None = None
     conversation: tuple[Message, ...] = ()
+    first_turn: int = 0
+    reflections: tuple[str, ...] = ()
 
     def snapshot(self) -> Self:
         """Copy the state, so that the copy does not change when this rollout continues."""
@@ -135,6 +139,11 @@ class Hook:
 
     max_reflection_tokens: int = 0
     """Maximum number of tokens of a reflection, see :meth:`closing_message`; 0: the hook requests none."""
+
+    num_episodes: int = 1
+    """Most episodes of a rollout. After one without success, the response to :meth:`closing_message` is a
+    trained turn of the rollout, and the next episode begins with a new environment and a new context.
+    """
 
     first_wave: int | None = None
     """Number of rollouts of a group that start at its prompt. The others are forks, or start at the prompt
@@ -167,8 +176,9 @@ class Hook:
     def closing_message(self, state: EpisodeState, result: EpisodeResult) -> Message | None:
         """Called when the episode has ended. Returns a message that requests a reflection, or None.
 
-        The policy responds with at most ``max_reflection_tokens`` tokens, which are not trained on. No node
-        contains the environment's last message; ``state.last_result`` does, truncated to the remaining room.
+        The policy responds with at most ``max_reflection_tokens`` tokens. They are trained on only if another
+        episode follows (``num_episodes``). No node contains the environment's last message;
+        ``state.last_result`` does, truncated to the remaining room.
         If the returned message does not fit, the method is called again with a shorter ``state.last_result``.
         """
         return None

@@ -17,7 +17,7 @@ import numpy as np
 from outrider.engines.base import Engine, Generation, Request
 from outrider.environments.base import Env, EnvironmentFactory
 from outrider.environments.conversations import ExternalAgent
-from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
+from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.branching import (
     BranchingGroupScheduler,
     Copies,
@@ -376,11 +376,13 @@ class Scheduler:
     ) -> GroupScheduler:
         """Create the group scheduler that the hooks require."""
         expansion = next((hook for hook in self.hooks if isinstance(hook, Expansion)), None)
+        brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
+        if (expansion or brancher) and any(hook.num_episodes > 1 for hook in self.hooks):
+            raise ConfigError("rollouts with several episodes cannot fork: use one of the two hooks")
         if expansion is not None:
             return ExpansionScheduler(
                 expansion, run_seed=self.run_seed, training_step=training_step, enqueue=enqueue, copies=copies
             )
-        brancher = next((hook for hook in self.hooks if hook.first_wave is not None), None)
         return BranchingGroupScheduler(traces, size=size, brancher=brancher, enqueue=enqueue, copies=copies)
 
     async def _play(
@@ -396,8 +398,21 @@ class Scheduler:
         """
         trace, rollout, fork = pending.trace, pending.rollout, pending.fork
         mode, name = _mode(trace, rollout, fork), f"{trace.task.key}/{rollout}"
+        environment: Env | None = None
+
+        async def renew() -> Env:
+            nonlocal environment
+            self.rollout_status.set(name, "a new environment")
+            finished, environment = environment, None
+            if finished is not None:
+                await self._close(finished, faults)
+            environment = await fork_environment(
+                None, self.factory, trace, timeout_s=self.limits.step_timeout_s
+            )
+            return environment
+
         for attempt in range(self.max_retries + 1):
-            environment: Env | None = None
+            environment = None
             if is_late():
                 return cancelled_leaf(rollout)
             try:
@@ -413,6 +428,7 @@ class Scheduler:
                     mode=mode,
                     fork=fork,
                     is_late=is_late,
+                    renew=renew,
                 )
             except InvalidResult as error:
                 raise locate_invalid_result(environment, trace.task.key, error) from error

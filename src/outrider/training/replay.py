@@ -1,7 +1,8 @@
 """``outrider replay``: repeat a recorded step's rollouts without a model and compare them with the record.
 
 The recorded texts of the policy are the actions in the configured environment, so nothing is tokenized a
-second time. Prompt, observations, outcome and return must be equal.
+second time. Prompt, observations, outcome and return must be equal. If a rollout has several episodes, the
+last one is repeated.
 """
 
 import json
@@ -26,7 +27,7 @@ from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome, Task
-from outrider.viewer.records import TraceReader, TraceRow
+from outrider.viewer.records import TraceReader, TraceRow, last_episode
 
 _COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
 _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
@@ -60,7 +61,7 @@ def replay_step(run: Path, step: int) -> int:
             "environment.max_batch_calls: which calls were refused depends on the whole batch, so single "
             "rollouts cannot be replayed"
         )
-    rollouts = list(recorded_rollouts(TraceReader(run / "traces").read(step)))
+    rollouts = [last_episode(path) for path in recorded_rollouts(TraceReader(run / "traces").read(step))]
     if not rollouts:
         raise DataError(f"step {step} of {run} holds no finished rollout")
     task_set = make_task_set(settings.environment)

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from outrider.errors import DataError
 from outrider.files import TEMPORARY, replacing
 from outrider.memory.tips import MemoryChange
+from outrider.trace import EPISODE
 from outrider.types import Origin, Outcome
 
 FORMAT: Final = {b"outrider.format": b"2"}
@@ -254,6 +255,14 @@ def parse_metadata(row: TraceRow) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}
+
+
+def last_episode(path: Sequence[TraceRow]) -> Sequence[TraceRow]:
+    """The rows of the last episode of a rollout (LaMer); all rows if it has one."""
+    starts = [
+        n for n, row in enumerate(path) if row.origin is Origin.PROMPT and EPISODE in parse_metadata(row)
+    ]
+    return path[starts[-1] :] if starts else path
 
 
 def read_rows(directory: Path, name: str) -> tuple[TraceRow, ...]:
