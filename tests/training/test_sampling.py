@@ -221,7 +221,11 @@ class Chosen(FakeScheduler):
 
 
 def parts_of(algorithm: Any) -> Any:
-    run = SimpleNamespace(seed=3, train=SimpleNamespace(tasks_per_step=4, stages=()))
+    run = SimpleNamespace(
+        seed=3,
+        train=SimpleNamespace(tasks_per_step=4, stages=()),
+        algorithm=SimpleNamespace(distill=None, tip_memory=None),
+    )
     return SimpleNamespace(settings=run, algorithm=algorithm, train_tasks=order(12, 4).tasks)
 
 
