@@ -500,6 +500,8 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, FILE | {"pair_margin": 0.1}, {}, "belongs to pairs = anchor"),
         ({}, FILE | UCOB | {"form": "ratio"}, {}, "form = ratio"),
         ({}, FILE | UCOB | {"where": "failed"}, {}, "where = all"),
+        ({}, FILE | UCOB | {"policy_weight": 0}, {}, "set policy_outside"),
+        ({}, {"help": "sibling"}, {"type": "gigpo", "group_size": 1}, "no rollout has a sibling"),
         ({}, FILE | UCOB, {"type": "arpo"}, "without tips and forks"),
         ({}, UCOB | {"help": "tips"}, EMPO2, "without tips and forks"),
         ({}, {"help": []}, {}, "at least one"),

@@ -84,8 +84,8 @@ class LamerSettings(ObjectiveSettings):
             )
         if self.distill is not None and self.distill.plays != "unhelped":
             raise ValueError(
-                f"distill.plays = {self.distill.plays} trains rollouts without the texts that they were shown, "
-                "and lamer shows the reflections in the same way: set plays = unhelped"
+                f"distill.plays = {self.distill.plays} trains rollouts without the texts that they were "
+                "shown, and lamer shows the reflections in the same way: set plays = unhelped"
             )
         return self
 
