@@ -1,12 +1,14 @@
 """The trace tree against a plain list model of it."""
 
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Insertion, Leaf, Node, Trace, with_help, without_memory
+from outrider.training.async_rollouts import group_to_dict, read_group
 from outrider.types import Message, Origin, Outcome, Task
 
 TEXT = Message(role="user", content="x")
@@ -131,3 +133,49 @@ def test_node_numbers_do_not_depend_on_arrival(order: list[int]) -> None:
         (7, 0, 10), (8, 7, 11), (9, 8, 12),
     ]  # fmt: skip
     assert {one.rollout: [node.token_ids for node in path] for one, path in tree.rollouts()} == before
+
+
+def test_help_is_inserted_in_the_returned_path_only() -> None:
+    tree = trace()
+    add(tree, None, (1, 2, 3, 4), Origin.PROMPT)
+    add(tree, 0, (5, 6), Origin.POLICY)
+    add(tree, 1, (7,), restarts=True)
+    add(tree, 2, (8,), Origin.POLICY)
+    path = tree.path(3)
+    help_ = [
+        Insertion(node_id=0, offset=3, token_ids=(90, 91), text="a", source="tips"),
+        Insertion(node_id=0, offset=3, token_ids=(92,), text="b", source="file"),
+        Insertion(node_id=2, offset=0, token_ids=(93,), text="c", source="file"),
+    ]
+    helped = with_help(path, help_)
+    assert [(node.origin, node.token_ids, node.restarts) for node in helped] == [
+        (Origin.PROMPT, (1, 2, 3), False),
+        (Origin.MEMORY, (90, 91), False),
+        (Origin.MEMORY, (92,), False),
+        (Origin.PROMPT, (4,), False),
+        (Origin.POLICY, (5, 6), False),
+        (Origin.MEMORY, (93,), True),
+        (Origin.ENVIRONMENT, (7,), False),
+        (Origin.POLICY, (8,), False),
+    ]
+    assert helped[4] is path[1] and with_help(path, ()) == path and len(tree.nodes) == 4
+    bare = [token for node in without_memory(helped) for token in node.token_ids]
+    assert bare == [token for node in path for token in node.token_ids]
+    for node_id, offset in ((1, 1), (0, 5), (9, 0)):
+        with pytest.raises(ValueError, match=r"cannot stand|not on the path"):
+            with_help(path, [Insertion(node_id=node_id, offset=offset, token_ids=(9,), text="", source="x")])
+
+
+def test_help_is_written_and_read_and_follows_its_node() -> None:
+    tree = trace()
+    add(tree, None, (1, 2), Origin.PROMPT)
+    for rollout in (1, 0):  # the second rollout ended first
+        add(tree, 0, (3 + rollout,), Origin.POLICY)
+        add(tree, len(tree.nodes) - 1, (7,))
+        tree.finish(leaf(rollout, len(tree.nodes) - 1))
+    assert "help" not in group_to_dict(tree) and read_group(group_to_dict(tree)).help == {}
+    tree.help[1] = (Insertion(node_id=2, offset=1, token_ids=(9,), text="a", source="sibling"),)
+    tree.number_by_rollout()
+    assert tree.help[1][0].node_id == 4
+    again = read_group(json.loads(json.dumps(group_to_dict(tree))))
+    assert again.help == tree.help and again.nodes == tree.nodes

@@ -4,7 +4,7 @@ A node stores only the tokens that it adds. Token ids are only appended; text is
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -115,12 +115,29 @@ class Leaf:
     is_demonstration: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insertion:
+    """Help that only the teacher of self-distillation reads: no rollout was sampled with it.
+
+    It stands in front of token ``offset`` of the node ``node_id``, a message that the policy did not write
+    (for a user message: before the tokens that the template writes after the text). ``source`` is the kind of
+    help, for example ``sibling``.
+    """
+
+    node_id: int
+    offset: int
+    token_ids: tuple[int, ...]
+    text: str
+    source: str
+
+
 class Trace:
     """All rollouts of one task in one training step (one group).
 
     ``modes`` has the mode of every rollout. ``without_memory``: the update renders the rollouts without their
     memory nodes (EMPO²'s off-policy update). ``is_replayed``: an earlier policy generated the group
-    (RolloutReplay). ``pruned`` rollouts get no advantages and are not trained on (Tree-GRPO).
+    (RolloutReplay). ``pruned`` rollouts get no advantages and are not trained on (Tree-GRPO). ``help`` has
+    by rollout what the teacher of self-distillation reads in addition.
     """
 
     def __init__(self, *, task: Task, modes: Sequence[str] = ()) -> None:
@@ -129,6 +146,7 @@ class Trace:
         self.without_memory = False
         self.is_replayed = False
         self.pruned: frozenset[int] = frozenset()
+        self.help: dict[int, tuple[Insertion, ...]] = {}
         self.nodes: list[Node] = []
         self.leaves: dict[int, Leaf] = {}
 
@@ -207,6 +225,10 @@ class Trace:
             node.node_id, node.parent = number, numbers[node.parent]
         for leaf in self.leaves.values():
             leaf.node_id = numbers[leaf.node_id]
+        self.help = {
+            rollout: tuple(replace(part, node_id=numbers[part.node_id] or 0) for part in parts)
+            for rollout, parts in self.help.items()
+        }
         self.nodes = order
 
     def rollouts(self) -> Iterator[tuple[Leaf, list[Node]]]:
@@ -227,6 +249,37 @@ class Trace:
 def without_memory(path: Sequence[Node]) -> list[Node]:
     """Return the path without tips."""
     return [node for node in path if node.origin is not Origin.MEMORY]
+
+
+def with_help(path: Sequence[Node], insertions: Sequence[Insertion]) -> list[Node]:
+    """Return the path with help: the nodes in which it stands are split in the returned list only.
+
+    Raises ValueError for help in a node that the policy or a demonstrator wrote, or that is not on the path.
+    """
+    by_node: dict[int, list[Insertion]] = {}
+    for insertion in insertions:
+        by_node.setdefault(insertion.node_id, []).append(insertion)
+    nodes: list[Node] = []
+    for node in path:
+        parts = sorted(by_node.pop(node.node_id, ()), key=lambda part: part.offset)  # stable
+        if not parts:
+            nodes.append(node)
+            continue
+        if node.receives_advantages or not 0 <= parts[0].offset <= parts[-1].offset <= len(node.token_ids):
+            raise ValueError(f"help cannot stand in node {node.node_id} ({node.origin})")
+        pieces: list[Node] = []
+        start = 0
+        for part in parts:
+            pieces.append(replace(node, token_ids=node.token_ids[start : part.offset]))
+            message = Message(role="inline", content=part.text)
+            pieces.append(replace(node, origin=Origin.MEMORY, token_ids=part.token_ids, message=message))
+            start = part.offset
+        pieces.append(replace(node, token_ids=node.token_ids[start:]))
+        first, *rest = (piece for piece in pieces if piece.token_ids)
+        nodes += [first, *(replace(piece, restarts=False) for piece in rest)]
+    if by_node:
+        raise ValueError(f"help in nodes {sorted(by_node)}, which are not on the path")
+    return nodes
 
 
 def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:

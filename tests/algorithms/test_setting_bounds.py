@@ -34,7 +34,7 @@ OBJECTIVE: dict[str, Any] = {
     "group_size": 8, "advantage": "group_normalized", "loss": CLIP, "aggregation": "token_mean",
     "max_length": None, "pass_k": None,
     "sampler_correction": CORRECTION, "sampler_rejection": None, "positive_nll": 0.0, "entropy_bonus": 0.0,
-    "kl_weight": 0.0, "kl_estimator": "k2",
+    "kl_weight": 0.0, "kl_estimator": "k2", "distill": None,
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
     "probability": 0.5, "final_probability": None, "schedule": "constant", "scope": "all",

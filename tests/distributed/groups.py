@@ -16,7 +16,7 @@ VOCABULARY = 99  # of the tiny model
 _OF_THE_UPDATE = {
     "loss", "aggregation", "max_length", "kl_weight", "kl_estimator", "sampler_correction",
     "sampler_rejection", "positive_nll", "entropy_bonus", "old_context", "student_mask", "shaping",
-    "clip_own", "weight_cap",
+    "clip_own", "weight_cap", "distill",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from outrider.algorithms.advantages import (
     mean_normalized_advantages_per_rollout,
     pass_at_k_advantages_per_rollout,
 )
+from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.loss_settings import (
     ClipLoss,
     LossSettings,
@@ -102,6 +103,10 @@ class ObjectiveSettings(Settings):
     kl_weight: float = Field(0.0, ge=0)
     kl_estimator: Literal["k2", "k3", "k3_ratio"] = "k2"
     """Estimator of the KL divergence from the reference model in the loss."""
+    distill: DistillSettings | None = None
+    """Self-distillation: learning from the same policy with help in its context
+    (docs/algorithms/distill.md); None: off.
+    """
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:

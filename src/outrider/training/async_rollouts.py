@@ -23,7 +23,7 @@ from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport, largest
-from outrider.trace import Leaf, Node, Trace
+from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
 from outrider.types import Task
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from outrider.distributed.rollouts import RemoteGroupPlayer
     from outrider.training.resume import RunState
 
+_HELP: Final = dict[int, tuple[Insertion, ...]]
 QUEUE: Final = "queue.jsonl"
 _ValueT = TypeVar("_ValueT")
 
@@ -90,7 +91,7 @@ def group_to_dict(trace: Trace) -> dict[str, Any]:
         "nodes": [_dump(Node, node) | {"metadata": _plain(node.metadata)} for node in trace.nodes],
         # In the order in which they ended, which nothing depends on.
         "leaves": [_dump(Leaf, leaf) for leaf in trace.leaves.values()],
-    }
+    } | ({"help": _dump(_HELP, trace.help)} if trace.help else {})
 
 
 def read_group(group: Mapping[str, Any]) -> Trace:
@@ -102,6 +103,7 @@ def read_group(group: Mapping[str, Any]) -> Trace:
     trace.nodes = [_parse(Node, node) for node in group["nodes"]]
     for leaf in group["leaves"]:
         trace.finish(_parse(Leaf, leaf))
+    trace.help = _parse(_HELP, group.get("help", {}))
     return trace
 
 

@@ -181,9 +181,14 @@ def _token_advantages(node: Node, owner: int) -> tuple[float, ...]:
 
 
 def _leaf_metadata(leaf: Leaf, trace: Trace) -> dict[str, object]:
-    """Mode, intrinsic reward and reflection of a leaf."""
+    """Mode, intrinsic reward and reflection of a leaf, and the help that only the teacher reads."""
     mode = trace.modes[leaf.rollout] if trace.modes else ""
-    metadata = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection}
+    parts = trace.help.get(leaf.rollout, ())
+    help_ = [
+        {"node_id": part.node_id, "source": part.source, "text": part.text, "tokens": len(part.token_ids)}
+        for part in parts
+    ]
+    metadata = {"mode": mode, "intrinsic": leaf.intrinsic, "remark": leaf.reflection, "help": help_}
     return {name: value for name, value in metadata.items() if value}
 
 

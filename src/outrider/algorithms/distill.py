@@ -1,0 +1,306 @@
+"""Self-distillation with privileged context: the policy scores its own tokens in a second context, with or
+without help (tips, a sibling's success, feedback, a demonstration), and learns from the difference.
+
+The *student* is the context that is trained, the *teacher* the other one; both contain the same policy
+tokens. Shapes: T tokens in the flat packed layout, K tokens of a support. Only the student's log-probs carry
+gradient; the teacher, gates, gaps and step ratios are detached. All log-probs are natural. Sources of each
+form: docs/algorithms/distill.md.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from outrider.algorithms.presets import with_preset
+from outrider.config import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Form = Literal[
+    "ratio", "divergence", "reverse_kl", "likelihood", "k3_ratio", "advantage_add", "advantage_scale"
+]
+HelpSource = Literal["tips", "sibling", "feedback", "demonstration", "file"]
+_SAMPLED_ON_POLICY: Final = ("reverse_kl", "k3_ratio", "advantage_add", "advantage_scale")
+_WITHOUT_WEIGHT: Final = ("ratio", "advantage_scale")
+
+DISTILL_PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "none": {},
+    "opsd": {
+        "help": ["demonstration"], "alpha": 0.5, "support": "all", "teacher": "frozen", "policy_weight": 0.0,
+    },
+    "sdft": {
+        "help": ["demonstration"], "support": "all", "skip_first": 3, "teacher": "ema", "teacher_rate": 0.02,
+        "policy_weight": 0.0,
+    },
+    "sdpo": {
+        "help": ["sibling"], "alpha": 0.5, "support": 100, "teacher": "ema", "step_ratio_cap": 2.0,
+        "policy_weight": 0.0, "policy_outside": 0.0, "threshold": 0.5,
+    },
+    "sdar-released": {
+        "help": ["file"], "form": "likelihood", "gate": "gap", "gate_beta": 5.0, "weight": 0.01,
+    },
+    "rlsd": {"help": ["feedback"], "form": "advantage_scale"},
+    "opid": {"help": ["feedback"], "form": "advantage_add", "weight": 0.001},
+    "skill-sd": {"help": ["file"], "form": "k3_ratio", "weight": 0.1},
+}  # fmt: skip
+"""Published methods as settings; what differs from the released code is on docs/algorithms/distill.md."""
+
+
+class DistillSettings(Settings):
+    """A term of the loss that pulls the policy towards itself with help, or the use of the difference in the
+    advantages.
+
+    ``help``: what the helped context contains, in this order, as much as fits. ``plays``: the context in
+    which rollouts are sampled. ``form``: the use of the difference. ``weight`` is that of the term,
+    ``policy_weight`` that of the policy term of rollouts with help, and ``policy_outside`` that of rollouts
+    without help or outside of ``where``. ``alpha`` of the divergence: 0 is KL(teacher, student), 1
+    KL(student, teacher), values between are the generalised Jensen-Shannon divergence. ``support``: the
+    teacher's most likely tokens, or all; ``tail``: the other tokens are one more token, otherwise the support
+    is renormalised. ``gate``: weight sigma(``gate_beta`` gap) per token, or less its mean over the
+    mini-batch. ``over``: the mean is over the tokens with help, or over all trained tokens. ``skip_first``:
+    tokens of every turn that have no term. ``max_gap`` bounds gaps of sampled tokens, ``step_ratio_cap`` the
+    ratio to the policy at the start of the update. ``discount`` sums the later gaps of a rollout. ``scale``,
+    ``scale_band`` and ``scale_steps`` belong to ``advantage_scale``. ``teacher``: the policy at the start of
+    the step, a moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``:
+    return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or
+    ``match``.
+    """
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = DISTILL_PRESETS
+
+    preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd"] = "none"
+    help: tuple[HelpSource, ...] = ("tips",)
+    plays: Literal["unhelped", "helped"] = "unhelped"
+    form: Form = "divergence"
+    weight: float = Field(1.0, ge=0)
+    policy_weight: float = Field(1.0, ge=0)
+    policy_outside: float = Field(1.0, ge=0)
+    alpha: float = Field(0.0, ge=0, le=1)
+    support: Literal["all"] | Annotated[int, Field(ge=1)] = 64
+    tail: bool = True
+    gate: Literal["none", "gap", "gap_centered"] = "none"
+    gate_beta: float = Field(5.0, ge=0)
+    where: Literal["all", "failed", "succeeded"] = "all"
+    over: Literal["own", "all"] = "own"
+    skip_first: int = Field(0, ge=0)
+    max_gap: float | None = Field(None, gt=0)
+    step_ratio_cap: float | None = Field(None, ge=1)
+    discount: float = Field(0.0, ge=0, le=1)
+    scale: float = Field(0.5, ge=0, le=1)
+    scale_band: float = Field(0.2, gt=0, lt=1)
+    scale_steps: int = Field(50, ge=1)
+    teacher: Literal["start", "ema", "frozen"] = "start"
+    teacher_rate: float = Field(0.05, gt=0, le=1)
+    template: str = "What is known here:\n{help}"
+    max_help_tokens: int = Field(256, ge=1)
+    threshold: float = 1.0
+    path: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("help"), str):
+            data = {**data, "help": [data["help"]]}
+        return with_preset(DISTILL_PRESETS, data, default="none")
+
+    @model_validator(mode="after")
+    def _validate(self) -> Self:
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        changed = {name for name, default in defaults.items() if getattr(self, name) != default}
+        if self.weight == 0.0 and self.form not in _WITHOUT_WEIGHT:
+            raise ValueError("distill.weight is 0: remove the section")
+        if self.form != "divergence" and (keys := sorted(changed & {"alpha", "support", "tail"})):
+            raise ValueError(
+                f"distill.{keys[0]} belongs to form = divergence: sampled tokens give KL(student, teacher) "
+                "only"
+            )
+        if self.form != "advantage_scale" and (
+            keys := sorted(changed & {"scale", "scale_band", "scale_steps"})
+        ):
+            raise ValueError(f"distill.{keys[0]} belongs to form = advantage_scale")
+        if self.form not in ("reverse_kl", "advantage_add") and "discount" in changed:
+            raise ValueError("distill.discount belongs to form = reverse_kl or advantage_add")
+        if self.form in _SAMPLED_ON_POLICY and self.plays != "unhelped":
+            raise ValueError(
+                f"form = {self.form} samples the context that is trained: rollouts of the other one need "
+                "form = divergence (alpha = 1), likelihood or ratio"
+            )
+        if self.form == "ratio":
+            self._validate_ratio(changed)
+        if self.plays != "unhelped" and (late := {"sibling", "feedback"} & set(self.help)):
+            raise ValueError(
+                f"distill.help = {sorted(late)[0]}: what a group ends with cannot be shown before it is "
+                "played"
+            )
+        if self.support == 1 and not self.tail:
+            raise ValueError(
+                "distill.support = 1 with tail = false: one token, renormalised, has probability 1 in both "
+                "contexts, so the term is 0"
+            )
+        if self.gate != "none" and self.gate_beta == 0.0:
+            raise ValueError("distill.gate_beta = 0: the gate is 1/2 for every token and holds no teacher")
+        if self.gate == "gap_centered" and self.form == "divergence":
+            raise ValueError(
+                "distill.gate = gap_centered can be negative, and a divergence would then be pushed up"
+            )
+        if (
+            self.form == "likelihood"
+            and self.gate == "none"
+            and self.plays == "unhelped"
+            and self.where != "succeeded"
+        ):
+            raise ValueError(
+                "form = likelihood of rollouts without help holds no teacher: set a gate, where = succeeded, "
+                "or plays = helped"
+            )
+        if ("file" in self.help) != (self.path is not None):
+            raise ValueError("distill.path belongs to help = file")
+        return self
+
+    def _validate_ratio(self, changed: set[str]) -> None:
+        if self.plays != "helped":
+            raise ValueError(
+                "rollouts played in the context that is trained have ratio 1: form = ratio needs plays = "
+                "helped"
+            )
+        if self.teacher != "start":
+            raise ValueError(
+                "the denominator of a ratio is the policy that acted: distill.teacher belongs to the other "
+                "forms"
+            )
+        if self.help != ("tips",) or changed - {"form", "plays"}:
+            raise ValueError("form = ratio is EMPO2's update: it takes help = tips and no other key")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the teacher is the policy at the start of the run."""
+        return self.teacher == "frozen"
+
+
+def divergence_per_token(
+    student_TK: "Tensor", teacher_TK: "Tensor", *, alpha: float = 0.0, tail: bool = True
+) -> "Tensor":
+    """Compute the generalised Jensen-Shannon divergence of two next-token distributions [T] (arXiv
+    2306.13649, 2601.20802).
+
+    0 is KL(teacher, student), 1 is KL(student, teacher), else ``(1 - alpha) KL(student, m) + alpha
+    KL(teacher, m)`` with ``m = (1 - alpha) student + alpha teacher``.
+
+    Args:
+        student_TK: log-probs of the K tokens of the support. Only these carry gradient.
+        teacher_TK: the teacher's log-probs of the same tokens.
+        tail: the tokens outside of the support count as one token, which gives a lower bound of the full
+            divergence. Otherwise both distributions are renormalised over the support.
+
+    Raises:
+        ValueError: for ``alpha`` outside [0, 1], unequal shapes, or one token that is renormalised.
+    """
+    import torch
+
+    if not 0.0 <= alpha <= 1.0 or student_TK.shape != teacher_TK.shape:
+        raise ValueError(f"invalid divergence: alpha {alpha}, {student_TK.shape} and {teacher_TK.shape}")
+    if student_TK.shape[1] == 1 and not tail:
+        raise ValueError("one token, renormalised, has probability 1 in both contexts")
+    student, teacher = (_normalised(logprobs, tail=tail) for logprobs in (student_TK, teacher_TK.detach()))
+    if alpha == 0.0:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if alpha == 1.0:
+        return (student.exp() * (student - teacher)).sum(-1)
+    mixture = torch.logaddexp(student + math.log1p(-alpha), teacher + math.log(alpha))
+    to_student = (student.exp() * (student - mixture)).sum(-1)
+    to_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
+    return (1.0 - alpha) * to_student + alpha * to_teacher
+
+
+def _normalised(logprobs_TK: "Tensor", *, tail: bool) -> "Tensor":
+    """Log-probs over the support that sum to 1: with the rest as one more token, or renormalised."""
+    import torch
+
+    total_T = logprobs_TK.logsumexp(-1, keepdim=True)
+    if not tail:
+        return logprobs_TK - total_T
+    # The rest is at least one rounding error, also where the support has all of the probability.
+    rest_T = torch.log1p(-total_T.exp().clamp(max=1.0 - torch.finfo(total_T.dtype).eps))
+    return torch.cat([logprobs_TK, rest_T], dim=-1)
+
+
+def gap_to_go(gap_T: "Tensor", *, discount: float, rollout_T: "Tensor", ordinal_T: "Tensor") -> "Tensor":
+    """Compute ``sum_{k >= t} discount^(k - t) gap_k`` [T] over the later tokens of each rollout. A gap that
+    is NaN (a token without help) counts as 0 for the earlier ones.
+    """
+    if discount == 0.0:
+        return gap_T
+    import torch
+
+    sums = gap_T.double().cpu().tolist()
+    order = sorted(range(len(sums)), key=lambda t: (int(rollout_T[t]), int(ordinal_T[t])), reverse=True)
+    later: dict[int, float] = {}
+    for token in order:
+        rollout = int(rollout_T[token])
+        own = 0.0 if math.isnan(sums[token]) else sums[token]
+        later[rollout] = own + discount * later.get(rollout, 0.0)
+        sums[token] = math.nan if math.isnan(sums[token]) else later[rollout]
+    return torch.tensor(sums, dtype=torch.float64).to(gap_T)
+
+
+def scaled_advantages(advantages_T: "Tensor", gap_T: "Tensor", *, scale: float, band: float) -> "Tensor":
+    """Compute ``A ((1 - scale) + scale clip(exp(sign(A) gap), 1 - band, 1 + band))`` [T] (RLSD)."""
+    factor_T = (advantages_T.sign() * gap_T).exp().clamp(1.0 - band, 1.0 + band)
+    return advantages_T * ((1.0 - scale) + scale * factor_T)
+
+
+def distill_losses(
+    settings: DistillSettings,
+    *,
+    logprobs_T: "Tensor",
+    teacher_T: "Tensor",
+    start_T: "Tensor",
+    gate_mean: float = 0.0,
+    to_go_T: "Tensor | None" = None,
+    divergence_T: "Tensor | None" = None,
+) -> "Tensor":
+    """The term's loss of every token [T] with help, before its weight; use it for the tokens with help only.
+
+    Args:
+        logprobs_T: log-probs of the sampled tokens in the trained context, with gradient.
+        teacher_T: their log-probs in the other context.
+        start_T: the trained context's log-probs at the start of the update.
+        gate_mean: mean gate of the mini-batch, for ``gap_centered``.
+        to_go_T: gaps with those of later tokens, for ``discount`` > 0.
+        divergence_T: divergence of the whole distributions, for ``form = divergence``.
+    """
+    own_T = logprobs_T.detach()
+    gap_T = teacher_T - own_T
+    factor_T = gates(gap_T, settings) - gate_mean
+    if (cap := settings.step_ratio_cap) is not None and settings.form != "k3_ratio":
+        factor_T = factor_T * (own_T - start_T).exp().clamp(max=cap)
+    if settings.form == "divergence":
+        assert divergence_T is not None
+        return factor_T * divergence_T
+    if settings.form == "k3_ratio":
+        from outrider.algorithms.losses import kl_per_token
+
+        return factor_T * kl_per_token(
+            estimator="k3_ratio", logprobs=logprobs_T, reference_logprobs=teacher_T, old_logprobs=start_T
+        )
+    if settings.form == "likelihood":
+        return -factor_T * logprobs_T
+    assert settings.form == "reverse_kl"
+    return -factor_T * bounded(gap_T if to_go_T is None else to_go_T, settings.max_gap) * logprobs_T
+
+
+def gates(gap_T: "Tensor", settings: DistillSettings) -> "Tensor":
+    """The gate of every token [T]: 1, or the sigmoid of the gap."""
+    import torch
+
+    if settings.gate == "none":
+        return torch.ones_like(gap_T)
+    return torch.sigmoid(settings.gate_beta * gap_T)
+
+
+def bounded(gap_T: "Tensor", limit: float | None) -> "Tensor":
+    """The gaps, at most ``limit`` in size."""
+    return gap_T if limit is None else gap_T.clamp(-limit, limit)
