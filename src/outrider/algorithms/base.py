@@ -206,6 +206,8 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
+        if self.distill is not None:
+            self.distill.validate_run(run)
 
     @property
     def rewards_kl(self) -> bool:

@@ -19,6 +19,8 @@ from outrider.config import Settings
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from outrider.training.settings import RunSettings
+
 Form = Literal[
     "ratio", "divergence", "reverse_kl", "likelihood", "k3_ratio", "advantage_add", "advantage_scale"
 ]
@@ -54,26 +56,31 @@ class DistillSettings(Settings):
     advantages.
 
     ``help``: what the helped context contains, in this order, as much as fits. ``plays``: the context in
-    which rollouts are sampled. ``form``: the use of the difference. ``weight`` is that of the term,
-    ``policy_weight`` that of the policy term of rollouts with help, and ``policy_outside`` that of rollouts
-    without help or outside of ``where``. ``alpha`` of the divergence: 0 is KL(teacher, student), 1
-    KL(student, teacher), values between are the generalised Jensen-Shannon divergence. ``support``: the
-    teacher's most likely tokens, or all; ``tail``: the other tokens are one more token, otherwise the support
-    is renormalised. ``gate``: weight sigma(``gate_beta`` gap) per token, or less its mean over the
-    mini-batch. ``over``: the mean is over the tokens with help, or over all trained tokens. ``skip_first``:
-    tokens of every turn that have no term. ``max_gap`` bounds gaps of sampled tokens, ``step_ratio_cap`` the
-    ratio to the policy at the start of the update. ``discount`` sums the later gaps of a rollout. ``scale``,
-    ``scale_band`` and ``scale_steps`` belong to ``advantage_scale``. ``teacher``: the policy at the start of
-    the step, a moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``:
-    return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or
-    ``match``.
+    which rollouts are sampled; with ``both``, a share ``helped_share`` of the groups has help. ``form``:
+    the use of the difference. ``weight`` is that of the term, ``policy_weight`` that of the policy term
+    of rollouts with help, and ``policy_outside`` that of rollouts without help or outside of ``where``.
+    ``alpha`` of the divergence: 0 is KL(teacher, student), 1 KL(student, teacher), values between are the
+    generalised Jensen-Shannon divergence. ``support``: the teacher's most likely tokens, or all;
+    ``tail``: the other tokens are one more token, otherwise the support is renormalised. ``gate``: weight
+    sigma(``gate_beta`` gap) per token, or less its mean over the mini-batch. ``over``: the mean is over
+    the tokens with help, or over all trained tokens. ``skip_first``: tokens of every turn that have no
+    term. ``max_gap`` bounds gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the
+    start of the update. ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and
+    ``scale_steps`` belong to ``advantage_scale``. ``teacher``: the policy at the start of the step, a
+    moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``: return of
+    a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or ``match``.
+    ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
+    ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = DISTILL_PRESETS
 
     preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd"] = "none"
     help: tuple[HelpSource, ...] = ("tips",)
-    plays: Literal["unhelped", "helped"] = "unhelped"
+    plays: Literal["unhelped", "helped", "both"] = "unhelped"
+    helped_share: float = Field(0.5, gt=0, lt=1)
     form: Form = "divergence"
     weight: float = Field(1.0, ge=0)
     policy_weight: float = Field(1.0, ge=0)
@@ -96,6 +103,7 @@ class DistillSettings(Settings):
     teacher_rate: float = Field(0.05, gt=0, le=1)
     template: str = "What is known here:\n{help}"
     max_help_tokens: int = Field(256, ge=1)
+    exclude_own_group: bool = True
     threshold: float = 1.0
     path: str | None = None
 
@@ -149,7 +157,7 @@ class DistillSettings(Settings):
         if (
             self.form == "likelihood"
             and self.gate == "none"
-            and self.plays == "unhelped"
+            and self.plays != "helped"
             and self.where != "succeeded"
         ):
             raise ValueError(
@@ -158,6 +166,14 @@ class DistillSettings(Settings):
             )
         if ("file" in self.help) != (self.path is not None):
             raise ValueError("distill.path belongs to help = file")
+        if len(set(self.help)) != len(self.help) or not self.help:
+            raise ValueError("distill.help names each source once, and at least one")
+        if "{help}" not in self.template:
+            raise ValueError("distill.template needs the mark {help}, where the texts are put")
+        if "helped_share" in changed and self.plays != "both":
+            raise ValueError("distill.helped_share belongs to plays = both")
+        if "threshold" in changed and "sibling" not in self.help:
+            raise ValueError("distill.threshold belongs to help = sibling")
         return self
 
     def _validate_ratio(self, changed: set[str]) -> None:
@@ -173,6 +189,50 @@ class DistillSettings(Settings):
             )
         if self.help != ("tips",) or changed - {"form", "plays"}:
             raise ValueError("form = ratio is EMPO2's update: it takes help = tips and no other key")
+
+    def validate_run(self, run: "RunSettings") -> None:
+        """Check the settings of the algorithm and the other sections.
+
+        Raises:
+            ValueError: if one is incompatible; the message has its dotted key and what to do.
+        """
+        algorithm = run.algorithm
+        has_tips = algorithm.tip_memory is not None
+        if "tips" in self.help and not has_tips:
+            raise ValueError(
+                "algorithm.distill.help = tips, and nothing writes tips: add [algorithm.tips] (type = "
+                "combined) or set algorithm.type = empo2"
+            )
+        if has_tips and self.plays != "unhelped" and self.help != ("tips",):
+            raise ValueError(
+                f"algorithm.distill.plays = {self.plays}: in a run with tips, rollouts are sampled with tips "
+                "only: set help = tips, or plays = unhelped"
+            )
+        if has_tips and self.plays == "both" and self.helped_share != 0.5:
+            raise ValueError(
+                "algorithm.distill.helped_share: in a run with tips, memory_probability and "
+                "off_policy_probability are the shares"
+            )
+        if "demonstration" in self.help and not run.environment.has_experts:
+            raise ValueError(
+                "algorithm.distill.help = demonstration needs experts, and the tasks of environment.type = "
+                f"{run.environment.type} have none: write the demonstrations to a file (help = file, path)"
+            )
+        if run.model.history_thinking == "strip":
+            raise ValueError(
+                "algorithm.distill needs model.history_thinking = keep: conversations that are rendered "
+                "again before every turn are not supported yet"
+            )
+        if self.policy_weight == 0.0 and algorithm.drops_groups:
+            raise ValueError(
+                "algorithm.distill.policy_weight = 0 with dynamic_sampling: groups are selected for their "
+                "advantages, which nothing uses; remove dynamic_sampling"
+            )
+        if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
+            raise ValueError(
+                f"algorithm.distill.form = {self.form} with loss.type = gspo: one ratio per rollout has no "
+                "advantage per token"
+            )
 
     @property
     def needs_reference(self) -> bool:

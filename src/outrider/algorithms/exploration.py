@@ -29,6 +29,7 @@ from outrider.algorithms.base import (
     outcome_advantages,
     write_advantages,
 )
+from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.entropy_branching import (
     BranchHook,
     BranchSettings,
@@ -126,7 +127,22 @@ class ExplorationSettings(ObjectiveSettings):
                     "scale its ratio differently"
                 )
             require_countable(self, parts.branch.attribution)
+        if self.distill is not None and parts.tips is not None:
+            self._check_shares(self.distill, parts.tips)
         return self
+
+    def _check_shares(self, distill: DistillSettings, tips: TipSettings) -> None:
+        prefix = self._section("tips")
+        if distill.plays != "unhelped" and not tips.memory_probability * tips.off_policy_probability:
+            raise ValueError(
+                f"distill.plays = {distill.plays} needs groups that are sampled with tips and trained "
+                f"without them: set {prefix}memory_probability and {prefix}off_policy_probability above 0"
+            )
+        if distill.plays != "helped" and tips.memory_probability == 1.0:
+            raise ValueError(
+                f"distill.plays = {distill.plays} needs groups that are sampled without tips: set "
+                f"{prefix}memory_probability below 1"
+            )
 
     def _check_first_wave(self, branch: BranchSettings) -> None:
         if branch.first_wave is not None and branch.first_wave > self.group_size:
@@ -156,7 +172,9 @@ class ExplorationSettings(ObjectiveSettings):
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:
         lines = super().warnings(num_groups=num_groups, num_tasks=num_tasks)
         tips = self.parts.tips
-        if tips is None or not never_shows_a_tip(tips, num_groups=num_groups, num_tasks=num_tasks):
+        if tips is None or not never_shows_a_tip(
+            tips, num_groups=num_groups, num_tasks=num_tasks, has_teacher=self.has_tips_as_help
+        ):
             return lines
         return [
             *lines,
@@ -169,6 +187,11 @@ class ExplorationSettings(ObjectiveSettings):
         """Whether any group acts with tips."""
         tips = self.parts.tips
         return tips is not None and tips.memory_probability > 0
+
+    @property
+    def has_tips_as_help(self) -> bool:
+        """Whether a teacher reads the tips of the run (self-distillation)."""
+        return self.distill is not None and "tips" in self.distill.help
 
     @property
     def retrieves(self) -> bool:
@@ -383,7 +406,7 @@ class Exploration(Algorithm):
                 off_policy_probability=parts.tips.off_policy_probability,
                 seed=seed,
             )
-            if parts.tips.memory_probability:
+            if parts.tips.memory_probability or settings.has_tips_as_help:
                 hooks.append(self.tips)
         if parts.retrieval is not None and settings.retrieves and buffer is not None:
             self.retrieval = RetrievalHook(

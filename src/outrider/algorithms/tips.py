@@ -72,22 +72,31 @@ def _rounded(value: float) -> int:
     return math.floor(value + 0.5)
 
 
-def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:
-    """Return the policy's text and the environment's response for every action of an episode.
+def answered_turns(path: Sequence[Node], ending: str) -> list[tuple[Node, str]]:
+    """Return every turn of the policy with the environment's response.
 
-    Used with ``memory.writer = "environment"``, which stores the responses as tips instead of prompting the
-    model for one. Text that is no valid action is skipped. ``ending`` is the environment's last message,
-    which no node contains. If the loop cut the episode after a response, the path ends with that response.
+    ``ending`` is the environment's last message, which no node contains. If the loop cut the episode after a
+    response, the path ends with that response.
     """
     # An executed retrieved step is neither an action of the policy nor the response to one.
     turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
     answers = [turn.observation for turn in turns[1:]]
     last = path[-1] if path else None
     answers.append(last.message.content if last is not None and last.origin is Origin.ENVIRONMENT else ending)
+    return [(turn.node, answer) for turn, answer in zip(turns, answers, strict=True)] if turns else []
+
+
+def answered_actions(path: Sequence[Node], ending: str) -> list[tuple[str, str]]:
+    """Return the policy's text and the environment's response for every action of an episode.
+
+    Used with ``memory.writer = "environment"``, which stores the responses as tips instead of prompting the
+    model for one. Text that is no valid action is skipped.
+    """
     return [
-        (turn.node.message.content, answer)
-        for turn, answer in zip(turns, answers, strict=True) if not turn.node.metadata.get("invalid")
-    ]  # fmt: skip
+        (node.message.content, answer)
+        for node, answer in answered_turns(path, ending)
+        if not node.metadata.get("invalid")
+    ]
 
 
 def environment_tip(action: str, answer: str, *, max_tokens: int, count_tokens: Callable[[str], int]) -> str:
@@ -179,17 +188,9 @@ class TipHook(Hook):
         """Return tips for the current state, in modes with tips."""
         if tip_mode(state.mode) == PLAIN:
             return ()
-        settings = self.settings
         path = state.trace.path(state.last_node.node_id)
-        hits = self.memory.query(
-            self.task_key(state.task),
-            self.embedder.embed([self._state_text(path, state.task)])[0],
-            k=settings.num_shown,
-            min_similarity=settings.min_similarity,
-            rank=settings.rank,
-        )
         spent = sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)
-        shown, text = self._within(hits, min(settings.max_shown_tokens, settings.max_prompt_tokens - spent))
+        hits, shown, text = self.select(path, state.task, budget=self.settings.max_prompt_tokens - spent)
         self.counts["dropped"] += len(hits) - len(shown)
         self.counts["without_tips"] += not shown
         if not shown:
@@ -202,6 +203,22 @@ class TipHook(Hook):
             "memory_version": self.memory.num_added(self.task_key(state.task)),
         }
         return [Splice(origin=Origin.MEMORY, text=text, metadata=metadata)]
+
+    def select(
+        self, path: Sequence[Node], task: Task, *, budget: int
+    ) -> tuple[list[TipHit], list[TipHit], str]:
+        """Return the tips for the state at the end of a path, those of them that fit into ``budget`` tokens,
+        and the text of these.
+        """
+        settings = self.settings
+        hits = self.memory.query(
+            self.task_key(task),
+            self.embedder.embed([self._state_text(path, task)])[0],
+            k=settings.num_shown,
+            min_similarity=settings.min_similarity,
+            rank=settings.rank,
+        )
+        return hits, *self._within(hits, min(settings.max_shown_tokens, budget))
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
         """Return the tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
@@ -343,7 +360,12 @@ def last_words(state: EpisodeState) -> str:
 
 def render_tips(tips: Sequence[Tip]) -> str:
     """Format tips as the block that is inserted before a turn."""
-    return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {tip.text}" for tip in tips)]) + "\n</tip>"
+    return render_tip_texts([tip.text for tip in tips])
+
+
+def render_tip_texts(texts: Sequence[str]) -> str:
+    """Format the texts of tips as the block that is inserted before a turn."""
+    return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {text}" for text in texts)]) + "\n</tip>"
 
 
 def record_text(tip: str, *, action: str, score: float) -> str:
@@ -477,13 +499,17 @@ def reward_novelty(
     return measured
 
 
-def never_shows_a_tip(settings: TipSettings, *, num_groups: int, num_tasks: int) -> bool:
-    """Return whether a run of ``num_groups`` groups on ``num_tasks`` tasks acts with tips but can show none.
+def never_shows_a_tip(
+    settings: TipSettings, *, num_groups: int, num_tasks: int, has_teacher: bool = False
+) -> bool:
+    """Return whether a run of ``num_groups`` groups on ``num_tasks`` tasks acts with tips, or has a teacher
+    that reads them, but can show none.
 
     An epoch samples every task at most once, and with a buffer per task only earlier groups of the same task
     provide tips.
     """
-    return settings.memory_probability > 0 and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
+    is_read = settings.memory_probability > 0 or has_teacher
+    return is_read and settings.memory.scope == "task" and 0 < num_groups <= num_tasks
 
 
 def visited_states(path: Sequence[Node]) -> list[str]:

@@ -25,7 +25,14 @@ from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import QueuedStep, SampledStep, plan_step, play_step
+from outrider.training.data import (
+    QueuedStep,
+    SampledStep,
+    demonstrate_tasks,
+    group_modes,
+    plan_step,
+    play_step,
+)
 from outrider.types import Task
 
 if TYPE_CHECKING:
@@ -415,7 +422,8 @@ class AsyncRolloutQueue:
             tasks = list(choice.tasks)
         else:
             tasks, cursor = order.draw(choice.num_groups, cursor=cursor)
-        modes = [tuple(self._parts.algorithm.modes_of(step, group)) for group in range(len(tasks))]
+        demonstrate_tasks(self._parts, tasks)
+        modes = [tuple(group_modes(self._parts, step, group)) for group in range(len(tasks))]
         return PendingStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
 
     def collect(self, step: int, *, on_tick: Callable[[str], None]) -> QueuedStep:

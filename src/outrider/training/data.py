@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Final
 
 from outrider.algorithms.base import ExpertPaths, TaskChoice
+from outrider.algorithms.distill_help import episode_lines, find_help_hook, with_helped_mode
 from outrider.config import Settings
 from outrider.environments.base import TaskSet, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
@@ -110,8 +111,47 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     step before.
     """
     order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
-    modes = partial(parts.algorithm.modes_of, step)
-    return sample_step(rollouts, order, cursor=cursor, choice=choice, modes=modes, step=step)
+    return sample_step(
+        rollouts,
+        order,
+        cursor=cursor,
+        choice=choice,
+        modes=partial(group_modes, parts, step),
+        step=step,
+        prepare=partial(demonstrate_tasks, parts),
+    )
+
+
+def group_modes(parts: Components, step: int, group: int) -> Sequence[str]:
+    """Return the modes of the rollouts of group number ``group`` of a training step."""
+    settings = parts.settings
+    return with_helped_mode(
+        parts.algorithm.modes_of(step, group),
+        settings.algorithm.distill,
+        group=step * settings.train.tasks_per_step + group,
+        seed=settings.seed,
+        has_tips=settings.algorithm.tip_memory is not None,
+    )
+
+
+def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> None:
+    """Let the experts solve tasks whose demonstrations are help (``algorithm.distill``), each task once per
+    run. A task that the expert does not solve has none.
+    """
+    hook = find_help_hook(parts.algorithm)
+    if hook is None or "demonstration" not in hook.settings.help:
+        return
+    new = {task.key: task for task in tasks if task.key not in hook.demonstrations}
+    # The initial states are those of the first step, so that a resumed run has the same demonstrations.
+    paths, _ = request_expert_paths(parts.task_set, list(new.values()), parts.settings, training_step=0)
+    known = [task for task in new.values() if paths.get(task.key)]
+    traces = expert_rollouts(parts, known, lambda task: paths[task.key], training_step=0) if known else []
+    hook.demonstrations |= dict.fromkeys(new, ()) | {
+        trace.task.key: tuple(episode_lines(path))
+        for trace in traces
+        for leaf, path in trace.scored_rollouts()
+        if leaf.success
+    }
 
 
 def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
@@ -138,11 +178,13 @@ def sample_step(
     choice: TaskChoice,
     modes: Callable[[int], Sequence[str]],
     step: int,
+    prepare: Callable[[Sequence[Task]], None] = lambda tasks: None,
 ) -> SampledStep:
     """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
-    its limit of rounds.
+    its limit of rounds. ``prepare`` is called with the tasks of every round.
     """
     if choice.tasks is not None:
+        prepare(choice.tasks)
         report = rollouts.run(choice.tasks, modes=modes, training_step=step)
         return SampledStep(
             is_filtered=False,
@@ -171,6 +213,7 @@ def sample_step(
         if not tasks:
             break
         # Groups are numbered on through the rounds of a step.
+        prepare(tasks)
         round_modes = [modes(len(traces) + number) for number in range(len(tasks))]
         report = rollouts.run(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0

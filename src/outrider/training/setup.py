@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 from safetensors import SafetensorError
 
 from outrider.algorithms.base import Algorithm, AlgorithmContext
+from outrider.algorithms.distill_help import add_help_hook, file_lines, find_help_hook
 from outrider.config import shown_path
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.engine import describe_path
@@ -320,6 +321,10 @@ def build(
             remote=remote,
             demonstrations=demonstrations,
         )
+        if (help_hook := find_help_hook(algorithm)) is not None:
+            help_hook.renderer, help_hook.context_length = renderer, engine.context_length
+            for line in file_lines(help_hook, train_tasks):
+                note(line)
         if remote is not None:
             remote.begin(parts)
         cleanup.pop_all()
@@ -504,5 +509,6 @@ def make_algorithm(
         raise ConfigError(f"{type(old[0]).__name__}.max_remark_tokens is called max_reflection_tokens now")
     if not all(isinstance(hook, Hook) for hook in algorithm.hooks):
         algorithm.hooks = as_hooks(algorithm.hooks)
+    add_help_hook(algorithm, count_tokens=count_tokens)
     declare(getattr(algorithm, "metrics", ()))
     return algorithm

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
+from outrider.algorithms.distill_help import NO_ROOM, help_metrics
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
 from outrider.rollout.evaluate import Evaluation
@@ -208,6 +209,7 @@ class Advice:
         texts = {
             "signal": self._without_signal(traces, values, limits),
             "retrieval": self._without_retrieval(traces, values, limits),
+            "help": self._without_help(traces, values),
         }
         lines = []
         for kind, text in texts.items():
@@ -289,6 +291,30 @@ class Advice:
         if values.get("retrieval/num_no_candidate"):
             return begin + self._describe_missing_steps(values)
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
+
+    def _without_help(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
+        """Why the teacher of self-distillation has no help, if most rollouts have none for one reason."""
+        settings, prefix = self.settings.algorithm.distill, "distill/num_without_help_"
+        share = values.get("distill/share_rollouts")
+        if settings is None or share is None:
+            return ""
+        counts = {name.removeprefix(prefix): num for name, num in values.items() if name.startswith(prefix)}
+        num, most = max(((num, reason) for reason, num in counts.items()), default=(0.0, ""))
+        begin = f"{num:.0f} rollouts have no help for their teacher: "
+        if most == NO_ROOM and num > sum(counts.values()) / 2 and num > values.get("rollout/num", 0.0) / 2:
+            return (
+                f"{begin}it is longer than algorithm.distill.max_help_tokens = {settings.max_help_tokens}, "
+                f"or than the room that the context of {self.context_length} tokens leaves"
+            )
+        if share or not num:
+            return ""
+        if most == "no_sibling":
+            returns = [leaf.episode_return or 0.0 for trace in traces for leaf, _ in trace.scored_rollouts()]
+            return (
+                f"{begin}no sibling reached algorithm.distill.threshold = {settings.threshold:g}; the "
+                f"highest return of the step is {max(returns):g}"
+            )
+        return f"{begin}{most.replace('_', ' ')} (algorithm.distill.help = {', '.join(settings.help)})"
 
     def _describe_missing_steps(self, values: Mapping[str, float]) -> str:
         """The filters that left no step of the buffer for a retrieval."""
@@ -603,6 +629,8 @@ def step_record(
     """
     algorithm, traces = parts.algorithm, report.traces
     values = rollout_metrics(traces) | advantage_metrics(group_advantages) | algorithm.measure(traces)
+    if parts.settings.algorithm.distill is not None:
+        values |= help_metrics(traces)
     if any(hook.first_wave is not None for hook in algorithm.hooks):
         values |= branch_metrics(traces)
     if parts.settings.environment.reports_metrics:
