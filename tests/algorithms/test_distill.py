@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.algorithms.distill import (
-    DISTILL_PRESETS,
-    DistillSettings,
+from outrider.algorithms.distill import DISTILL_PRESETS, DistillSettings
+from outrider.algorithms.distill_losses import (
     bounded,
     distill_losses,
     divergence_per_token,

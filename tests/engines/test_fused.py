@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
+from outrider.algorithms.distill_losses import divergence_per_token
 from outrider.engines.local import attention as segment_attention
 from outrider.engines.local import cpu_kernels as fused
 from outrider.engines.local import cpu_kernels as rotary
@@ -231,6 +232,82 @@ def test_the_gradient_of_entropies_equals_that_of_a_whole_softmax(
         torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True
     ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("trains_entropy", [False, True])
+@pytest.mark.parametrize("plain_linear", [True, False])
+def test_the_gradient_of_a_support_equals_that_of_a_whole_softmax(
+    plain_linear: bool, trains_entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids are the most likely tokens of another head; the first block has saved probabilities, the others
+    are computed again.
+    """
+    for name, rows in (("_BLOCK", 8), ("_CHUNK", 2), ("_CPU_CHUNK", 2)):
+        monkeypatch.setattr(chunked_logprobs, name, rows)
+    torch.manual_seed(2)
+    head, teacher = (nn.Linear(6, 19, dtype=torch.float64) for _ in "ab")
+    hidden = torch.randn(21, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 19, (21,))
+    with torch.no_grad():
+        *_, best, ids = score_tokens(hidden, targets, teacher, support=5)
+        wanted = torch.log_softmax(teacher(hidden), dim=-1).topk(5)
+    assert torch.equal(ids, wanted.indices)
+    torch.testing.assert_close(best, wanted.values, rtol=1e-12, atol=1e-12)
+    outer, outer_K = torch.randn(21, dtype=torch.float64), torch.randn(21, 5, dtype=torch.float64)
+    logprobs, entropies, supported = score_tokens(
+        hidden, targets, head if plain_linear else nn.Sequential(head), trains_entropy=trains_entropy,
+        support=ids,
+    )  # fmt: skip
+    whole = torch.log_softmax(head(hidden), dim=-1)
+    torch.testing.assert_close(supported, whole.gather(1, ids), rtol=1e-12, atol=1e-12)
+    loss = (logprobs * outer).sum() + (supported * outer_K).sum()
+    expected = (whole.gather(1, targets[:, None])[:, 0] * outer).sum()
+    expected = expected + (whole.gather(1, ids) * outer_K).sum()
+    if trains_entropy:
+        loss, expected = loss + entropies.sum(), expected - (whole.exp() * whole).sum()
+    inputs = [hidden, head.weight, head.bias]
+    for one, other in zip(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_a_support_are_numerically_right() -> None:
+    torch.manual_seed(3)
+    head = nn.Linear(3, 7, dtype=torch.float64)
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    ids = torch.stack([torch.randperm(7)[:3] for _ in range(4)])
+
+    def losses(states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logprobs, _, supported = score_tokens(states, torch.tensor([0, 6, 2, 3]), head, support=ids)
+        return logprobs, supported, (supported.exp() * supported).sum(-1)
+
+    assert torch.autograd.gradcheck(losses, (hidden,))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_divergences_of_whole_distributions_equal_those_of_a_support_of_all_tokens(
+    alpha: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunked_logprobs, "_CHUNK", 4)
+    torch.manual_seed(4)
+    head, other = (nn.Linear(6, 19, dtype=torch.float64) for _ in "ab")
+    hidden = torch.randn(9, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 19, (9,))
+    with torch.no_grad():
+        *_, states = score_tokens(2.0 * hidden, targets, other, support="all")
+        *_, best, ids = score_tokens(2.0 * hidden, targets, other, support=19)
+    teacher = chunked_logprobs.FullTeacher(hidden_TE=states, head=other, alpha=alpha)
+    *_, divergence = score_tokens(hidden, targets, head, support=teacher)
+    *_, supported = score_tokens(hidden, targets, head, support=ids)
+    wanted = divergence_per_token(supported, best, alpha=alpha, tail=False)
+    torch.testing.assert_close(divergence, wanted, rtol=1e-12, atol=1e-12)
+    inputs = [hidden, head.weight, head.bias]
+    for one, two in zip(
+        torch.autograd.grad(divergence.sum(), inputs), torch.autograd.grad(wanted.sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+    assert other.weight.grad is None
 
 
 def test_the_entropy_bonus_of_recorded_logits() -> None:

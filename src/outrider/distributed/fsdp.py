@@ -43,6 +43,7 @@ from outrider.training.policy import (
     Ranks,
     Scorer,
     Scoring,
+    Support,
     TokenScores,
     require_shapes,
     sum_of_squares,
@@ -435,8 +436,10 @@ class ShardedScorer(Scorer):
         super().__init__(language_model, ranks=ranks, uses_flex=uses_flex)
         self.scoring = scoring
 
-    def score(self, batch: PackedBatch, *, trains_entropy: bool = False) -> TokenScores:
-        scores = super().score(batch, trains_entropy=trains_entropy)
+    def score(
+        self, batch: PackedBatch, *, trains_entropy: bool = False, support: Support | None = None
+    ) -> TokenScores:
+        scores = super().score(batch, trains_entropy=trains_entropy, support=support)
         reshard(self.scoring)
         return scores
 

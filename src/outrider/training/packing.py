@@ -27,6 +27,7 @@ class RolloutPath:
         rollout: its number in its group.
         group: the number of its group in the mini-batch; rollouts of one group share prefixes.
         nodes_with_tips: nodes of the rendering that the policy acted in, if the update leaves out tips.
+        nodes_with_help: nodes of the rendering with help that only the teacher of self-distillation reads.
         succeeded: the environment's verdict.
         is_replayed: whether an earlier policy wrote it.
         first_ordinal: the number of the first trained token, if this is a part of a rollout.
@@ -37,6 +38,7 @@ class RolloutPath:
     rollout: int = 0
     group: int = 0
     nodes_with_tips: Sequence[Node] | None = None
+    nodes_with_help: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False
     first_ordinal: int = 0

@@ -11,11 +11,11 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from outrider.algorithms.distill_losses import divergence_per_token
 from outrider.engines.local.attention import FlexPlan, Plan, Segment, TreePlan
 from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
@@ -54,24 +55,67 @@ _CHUNK = 128  # rows of a softmax on a GPU, and of heads that are no plain linea
 _CPU_CHUNK = 16  # 3 MB of float32 logits: they stay in the last-level cache between the steps of a softmax
 
 
-def score_tokens(
-    hidden_TE: Tensor, targets_T: Tensor, head: nn.Module, *, trains_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of ``targets_T`` with gradient, and entropies in nats over the whole vocabulary, which have
-    one only if ``trains_entropy``.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FullTeacher:
+    """Whole next-token distributions of a teacher, as its hidden states and its vocabulary projection, from
+    which they are computed a chunk at a time; ``alpha`` is that of the divergence.
     """
+
+    hidden_TE: Tensor
+    head: nn.Module
+    alpha: float
+
+
+Support = int | Tensor | FullTeacher | Literal["all"]
+"""Tokens besides the sampled ones that a pass scores, for self-distillation.
+
+A number K: the K most likely tokens of each place, without gradient; a result has their log-probs and ids
+[T, K]. Ids [T, K]: their log-probs [T, K] with gradient. A teacher's distributions: the divergences [T] from
+them, with gradient. ``all``: the hidden states, of which a :class:`FullTeacher` is made.
+"""
+
+
+def score_tokens(
+    hidden_TE: Tensor,
+    targets_T: Tensor,
+    head: nn.Module,
+    *,
+    trains_entropy: bool = False,
+    support: Support | None = None,
+) -> tuple[Tensor, ...]:
+    """Log-probs of ``targets_T`` with gradient, and entropies in nats over the whole vocabulary, which have
+    one only if ``trains_entropy``; then the results for ``support``, if any.
+    """
+    if support == "all":
+        return *score_tokens(hidden_TE, targets_T, head, trains_entropy=trains_entropy), hidden_TE
+    if isinstance(support, FullTeacher):
+        pieces = [
+            checkpoint(_divergences, *parts, head, support, use_reentrant=False)
+            for parts in zip(hidden_TE.split(_CHUNK), support.hidden_TE.split(_CHUNK), strict=True)
+        ]
+        own = score_tokens(hidden_TE, targets_T, head, trains_entropy=trains_entropy)
+        return *own, torch.cat(pieces)
     # Not isinstance: a subclass may compute more than the product with its weight.
     if type(head) is nn.Linear:
-        result: tuple[Tensor, Tensor] = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
-            hidden_TE, targets_T, head.weight, head.bias, torch.is_grad_enabled()
+        result: tuple[Tensor, ...] = _ScoreTokens.apply(  # type: ignore[no-untyped-call]
+            hidden_TE, targets_T, head.weight, head.bias, torch.is_grad_enabled(), support
         )
-        return result if trains_entropy else (result[0], result[1].detach())
-    pieces = [
+        return result if trains_entropy else (result[0], result[1].detach(), *result[2:])
+    scores = [
         # a head with an adapter or a cap of its own
-        checkpoint(_scores, hidden_CE, targets_C, head, trains_entropy, use_reentrant=False)
-        for hidden_CE, targets_C in zip(hidden_TE.split(_CHUNK), targets_T.split(_CHUNK), strict=True)
+        checkpoint(_scores, hidden_CE, targets_C, head, trains_entropy, support_C, use_reentrant=False)
+        for hidden_CE, targets_C, support_C in zip(
+            hidden_TE.split(_CHUNK),
+            targets_T.split(_CHUNK),
+            _split_support(support, _CHUNK, len(targets_T)),
+            strict=True,
+        )
     ]
-    return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropies for _, entropies in pieces])
+    return tuple(torch.cat(parts) for parts in zip(*scores, strict=True))
+
+
+def _split_support(support: int | Tensor | None, size: int, num: int) -> Sequence[int | Tensor | None]:
+    return list(support.split(size)) if isinstance(support, Tensor) else [support] * -(-num // size)
 
 
 def _exact(logits: Tensor) -> Tensor:
@@ -79,19 +123,42 @@ def _exact(logits: Tensor) -> Tensor:
 
 
 def _scores(
-    hidden_CE: Tensor, targets_C: Tensor, head: nn.Module, trains_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    return score_logits(head(hidden_CE), targets_C, trains_entropy=trains_entropy)
+    hidden_CE: Tensor,
+    targets_C: Tensor,
+    head: nn.Module,
+    trains_entropy: bool,
+    support: int | Tensor | None,
+) -> tuple[Tensor, ...]:
+    return score_logits(head(hidden_CE), targets_C, trains_entropy=trains_entropy, support=support)
+
+
+def _divergences(hidden_CE: Tensor, teacher_CE: Tensor, head: nn.Module, teacher: FullTeacher) -> Tensor:
+    with torch.no_grad():
+        teacher_CV = torch.log_softmax(_exact(teacher.head(teacher_CE)), dim=-1)
+    own_CV = torch.log_softmax(_exact(head(hidden_CE)), dim=-1)
+    return divergence_per_token(own_CV, teacher_CV, alpha=teacher.alpha, tail=False)
 
 
 def score_logits(
-    logits_CV: Tensor, targets_C: Tensor, *, trains_entropy: bool = False
-) -> tuple[Tensor, Tensor]:
+    logits_CV: Tensor,
+    targets_C: Tensor,
+    *,
+    trains_entropy: bool = False,
+    support: int | Tensor | None = None,
+) -> tuple[Tensor, ...]:
     """Like :func:`score_tokens` for given logits."""
     logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
     with torch.set_grad_enabled(trains_entropy and torch.is_grad_enabled()):
         entropies_C = _entropies(logprobs_CV.exp(), logprobs_CV)
-    return _chosen(logprobs_CV, targets_C), entropies_C
+    return _chosen(logprobs_CV, targets_C), entropies_C, *_of_support(logprobs_CV, support)
+
+
+def _of_support(logprobs_CV: Tensor, support: int | Tensor | None) -> tuple[Tensor, ...]:
+    if support is None:
+        return ()
+    if isinstance(support, int):
+        return tuple(logprobs_CV.detach().topk(min(support, logprobs_CV.shape[1])))
+    return (logprobs_CV.gather(1, support),)
 
 
 def _chosen(logprobs_CV: Tensor, targets_C: Tensor) -> Tensor:
@@ -115,33 +182,42 @@ class _ScoreTokens(torch.autograd.Function):
         weight_VE: Tensor,
         bias_V: Tensor | None,
         is_trained: bool,
-    ) -> tuple[Tensor, Tensor]:
+        support: int | Tensor | None,
+    ) -> tuple[Tensor, ...]:
         # bfloat16 logits have no room for probabilities: they would be rounded before the backward pass.
         saves_block = is_trained and _exact(hidden_TE[:0]).dtype == hidden_TE.dtype
         saved_BV: Tensor | None = None
         size, pieces = _chunk(hidden_TE), []
-        for hidden_BE, targets_B in zip(hidden_TE.split(_BLOCK), targets_T.split(_BLOCK), strict=True):
+        chunks = iter(zip(targets_T.split(size), _split_support(support, size, len(targets_T)), strict=True))
+        for hidden_BE in hidden_TE.split(_BLOCK):
             logits_BV = linear(hidden_BE, weight_VE, bias_V)
-            for logits_CV, targets_C in zip(logits_BV.split(size), targets_B.split(size), strict=True):
+            for logits_CV in logits_BV.split(size):
+                targets_C, support_C = next(chunks)  # blocks are whole numbers of chunks
                 logprobs_CV = torch.log_softmax(_exact(logits_CV), dim=-1)
                 # The logits are not needed after their log-probs.
                 probs_CV = torch.exp(logprobs_CV, out=logits_CV) if saves_block else logprobs_CV.exp()
-                pieces.append((_chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)))
+                own = _chosen(logprobs_CV, targets_C), _entropies(probs_CV, logprobs_CV)
+                pieces.append((*own, *_of_support(logprobs_CV, support_C)))
             if saves_block:
                 saved_BV, saves_block = logits_BV, False
-        logprobs_T, entropies_T = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T)
+        logprobs_T, entropies_T, *supported = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        ids_TK = support if isinstance(support, Tensor) else None
+        ctx.save_for_backward(hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T, ids_TK)
         ctx.set_materialize_grads(False)  # None if a loss has no entropy in it
-        return logprobs_T, entropies_T
+        if ids_TK is None:
+            ctx.mark_non_differentiable(*supported)
+        return logprobs_T, entropies_T, *supported
 
     @staticmethod
     def backward(
-        ctx: Any, grad_T: Tensor | None, grad_entropies_T: Tensor | None
+        ctx: Any, grad_T: Tensor | None, grad_entropies_T: Tensor | None, *grad_supported: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """d logits = (onehot - p) * d logprob - p (log p + entropy) * d entropy; the weight's gradient is
-        summed in float32 over the blocks.
+        """d logits = (onehot - p) * d logprob - p (log p + entropy) * d entropy, and for a support scatter(d)
+        - p sum(d), in the memory of the probabilities; the weight's gradient is summed in float32 over the
+        blocks.
         """
-        hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T = ctx.saved_tensors
+        hidden_TE, targets_T, weight_VE, bias_V, saved_BV, entropies_T, ids_TK = ctx.saved_tensors
+        grad_TK = grad_supported[0] if ids_TK is not None else None
         if grad_T is None:
             grad_T = torch.zeros_like(entropies_T)
         grad_hidden = torch.empty_like(hidden_TE) if ctx.needs_input_grad[0] else None
@@ -161,6 +237,7 @@ class _ScoreTokens(torch.autograd.Function):
                 grad_T[block],
                 is_known,
                 None if grad_entropies_T is None else (entropies_T[block], grad_entropies_T[block]),
+                None if grad_TK is None else (ids_TK[block], grad_TK[block]),
             )
             if grad_hidden is not None:
                 grad_hidden[block] = grad_logits @ weight_VE
@@ -172,7 +249,7 @@ class _ScoreTokens(torch.autograd.Function):
                 grad_bias = total if grad_bias is None else grad_bias + total
         grad_weight = None if grad_weight is None else grad_weight.to(weight_VE.dtype)
         grad_bias = None if grad_bias is None or bias_V is None else grad_bias.to(bias_V.dtype)
-        return grad_hidden, None, grad_weight, grad_bias, None
+        return grad_hidden, None, grad_weight, grad_bias, None, None
 
 
 def _project_to_vocabulary(
@@ -191,9 +268,11 @@ def _grad_logits(
     grad_B: Tensor,
     is_known: bool,
     entropy: tuple[Tensor, Tensor] | None,
+    support: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Replace the probabilities, or if they are not known the logits, by the gradient of the logits.
-    ``entropy``: the entropies and their gradients, if the loss depends on them.
+    ``entropy`` and ``support``: the entropies, and the ids [B, K], with their gradients, if the loss depends
+    on them.
     """
     size = _chunk(memory_BV)
     chunks = (tensor.split(size) for tensor in (memory_BV, targets_B, grad_B))
@@ -207,9 +286,16 @@ def _grad_logits(
             entropies_C, grad_entropies_C = (part[start : start + size].to(probs_CV) for part in entropy)
             slope_CV = torch.xlogy(probs_CV, probs_CV).addcmul_(probs_CV, entropies_C[:, None])
             slope_CV.mul_(grad_entropies_C[:, None])
-        probs_CV.mul_(-scale_C[:, None])
+        total_C = scale_C
+        if support is not None:
+            ids_CK, grad_CK = (part[start : start + size] for part in support)
+            grad_CK = grad_CK.to(probs_CV.dtype)
+            total_C = scale_C + grad_CK.sum(dim=-1)
+        probs_CV.mul_(-total_C[:, None])
         if slope_CV is not None:
             probs_CV.sub_(slope_CV)
+        if support is not None:
+            probs_CV.scatter_add_(1, ids_CK, grad_CK)
         # By index and not by a one-hot matrix, which would be as large as the logits.
         probs_CV[torch.arange(len(probs_CV), device=probs_CV.device), targets_C] += scale_C
         if not is_known:
@@ -237,9 +323,11 @@ class Scoring(nn.Module):
         predictors_U: Tensor,
         targets_U: Tensor,
         trains_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        support: Support | None = None,
+    ) -> tuple[Tensor, ...]:
         """[U] log-probs of ``targets_U`` with gradient and [U] entropies in nats, which have one only if
-        ``trains_entropy``. ``predictors_U`` index the packed position whose output predicts each token.
+        ``trains_entropy``, and the results for ``support``. ``predictors_U`` index the packed position whose
+        output predicts each token.
         """
         backbone: Any = self.model.base_model
         states = backbone(
@@ -247,7 +335,8 @@ class Scoring(nn.Module):
         ).last_hidden_state
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Module)
-        return score_tokens(states[0, predictors_U], targets_U, head, trains_entropy=trains_entropy)
+        hidden_UE = states[0, predictors_U]
+        return score_tokens(hidden_UE, targets_U, head, trains_entropy=trains_entropy, support=support)
 
 
 class UnpackedScoring(nn.Module):
@@ -269,7 +358,8 @@ class UnpackedScoring(nn.Module):
         predictors_U: Tensor,
         targets_U: Tensor,
         trains_entropy: bool = False,
-    ) -> tuple[Tensor, Tensor]:
+        support: Support | None = None,
+    ) -> tuple[Tensor, ...]:
         """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
         outputs: list[Tensor] = []
@@ -279,22 +369,30 @@ class UnpackedScoring(nn.Module):
             outputs.append(read(self.model, ids_N[list(sequence.tokens)], positions_K))
             order += sequence.scored
         targets = targets_U[order]
+        if isinstance(support, Tensor):
+            support = support[order]
+        elif isinstance(support, FullTeacher):
+            support = replace(support, hidden_TE=support.hidden_TE[order])
+        back = torch.tensor(order, device=ids_N.device).argsort()
         if self.unpacked.has_plain_head:
             head = self.model.get_output_embeddings()
             assert isinstance(head, nn.Module)
-            logprobs, entropies = score_tokens(
-                torch.cat(outputs), targets, head, trains_entropy=trains_entropy
+            scores = score_tokens(
+                torch.cat(outputs), targets, head, trains_entropy=trains_entropy, support=support
             )
-        else:
-            scores = [
-                score_logits(logits, own, trains_entropy=trains_entropy)
-                for logits, own in zip(
-                    outputs, targets.split([len(sequence) for sequence in outputs]), strict=True
-                )
-            ]
-            logprobs, entropies = (torch.cat(parts) for parts in zip(*scores, strict=True))
-        back = torch.tensor(order, device=ids_N.device).argsort()
-        return logprobs[back], entropies[back]
+            return tuple(values[back] for values in scores)
+        if support == "all" or isinstance(support, FullTeacher):
+            raise ModelError(
+                "this model changes its logits after the vocabulary projection: set distill.support to a "
+                "number of tokens, for example 100"
+            )
+        sizes = [len(sequence) for sequence in outputs]
+        supports = support.split(sizes) if isinstance(support, Tensor) else [support] * len(sizes)
+        pieces = [
+            score_logits(logits, own, trains_entropy=trains_entropy, support=part)
+            for logits, own, part in zip(outputs, targets.split(sizes), supports, strict=True)
+        ]
+        return tuple(torch.cat(parts)[back] for parts in zip(*pieces, strict=True))
 
 
 def sum_of_squares(gradients: Iterable[Tensor]) -> float:
@@ -385,6 +483,7 @@ def padded_micro_batches(batches: Sequence[PackedBatch], ranks: Ranks) -> Iterat
 SHARDS: Final = "weights"
 MASTERS: Final = "masters.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
+TEACHER: Final = "teacher.safetensors"  # of self-distillation, if it is a moving average
 
 
 def tensor_files(folder: Path) -> list[str]:
@@ -490,11 +589,34 @@ def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
     """``logprobs_T`` carry gradient; ``entropies_T`` (nats, whole vocabulary) only if the loss has an entropy
-    bonus.
+    bonus. The others are results of a :data:`Support`: log-probs and ids of its tokens, divergences, and
+    hidden states.
     """
 
     logprobs_T: Tensor
     entropies_T: Tensor
+    support_TK: Tensor | None = None
+    support_ids_TK: Tensor | None = None
+    divergence_T: Tensor | None = None
+    hidden_TE: Tensor | None = None
+
+    def select(self, index: Tensor) -> "TokenScores":
+        """Return the scores of the tokens ``index``."""
+        columns: dict[str, Any] = {}
+        for each in fields(self):
+            values = getattr(self, each.name)
+            columns[each.name] = None if values is None else values[index]
+        return TokenScores(**columns)
+
+
+def _result_names(support: Support | None) -> tuple[str, ...]:
+    if support is None:
+        return ()
+    if isinstance(support, int):
+        return "support_TK", "support_ids_TK"
+    if isinstance(support, Tensor):
+        return ("support_TK",)
+    return ("divergence_T",) if isinstance(support, FullTeacher) else ("hidden_TE",)
 
 
 class Scorer:
@@ -512,20 +634,30 @@ class Scorer:
         unpacked, model = language_model.unpacked, language_model.model
         self.scoring: nn.Module = Scoring(model) if unpacked is None else UnpackedScoring(model, unpacked)
 
-    def score(self, batch: PackedBatch, *, trains_entropy: bool = False) -> TokenScores:
-        """Log-probs and entropies of the scored tokens; logits exist only for those, a chunk at a time."""
+    def score(
+        self, batch: PackedBatch, *, trains_entropy: bool = False, support: Support | None = None
+    ) -> TokenScores:
+        """Log-probs and entropies of the scored tokens, and the results for ``support``, whose rows are those
+        of the entries; logits exist only for those tokens, a chunk at a time.
+        """
         device = self.language_model.device
         ids_N, positions_N = batch.ids_N.to(device), batch.positions_N.to(device)
         predictors_U, targets_U = batch.predictors_U.to(device), batch.targets_U.to(device)
         plan = FlexPlan.from_plan(batch.plan, device=device) if self.uses_flex else batch.plan
-        logprobs_U, entropies_U = self.scoring(
-            ids_N, positions_N, plan, predictors_U, targets_U, trains_entropy
-        )
-        if len(batch.token_T) == len(logprobs_U):  # nothing is shared
-            return TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U)
-        # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
+        options = () if support is None else (support,)
         entries = batch.token_T.to(device)
-        return TokenScores(logprobs_T=logprobs_U[entries], entropies_T=entropies_U[entries])
+        if isinstance(support, (Tensor, FullTeacher)):
+            # Rollouts that share a token may have different teachers, so each scores it for itself.
+            predictors_U, targets_U = predictors_U[entries], targets_U[entries]
+        logprobs_U, entropies_U, *others = self.scoring(
+            ids_N, positions_N, plan, predictors_U, targets_U, trains_entropy, *options
+        )
+        results = dict(zip(_result_names(support), others, strict=True))
+        scores = TokenScores(logprobs_T=logprobs_U, entropies_T=entropies_U, **results)
+        if len(entries) == len(logprobs_U):  # nothing is shared
+            return scores
+        # Gathered after scoring: a shared token is computed once, and the gradients of its rollouts add up.
+        return scores.select(entries)
 
     def num_computed_tokens(self, batch: PackedBatch) -> int:
         """Tokens that :meth:`score` computes; on the unpacked path a shared token counts once per
@@ -538,6 +670,12 @@ class Scorer:
             len(sequence.tokens)
             for sequence in split_into_sequences(batch.plan, batch.predictors_U.tolist(), unpacked)
         )
+
+    def frozen_head(self) -> nn.Module:
+        """Return a copy of the vocabulary projection that never trains."""
+        head = copy.deepcopy(self.model.get_output_embeddings())
+        assert isinstance(head, nn.Module)
+        return head.requires_grad_(False)
 
     def dummy_forward(self) -> Tensor:
         """A pass over two tokens for the sake of other ranks; its loss of 0 has a gradient of zeros."""
@@ -696,6 +834,43 @@ class Policy(Scorer):
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         return Scorer(replace(self.language_model, model=model), uses_flex=self.uses_flex)
+
+
+class AveragedTeacher(Scorer):
+    """A moving average of the policy's weights, a teacher of self-distillation. Like the policy's masters,
+    ``averages`` are float32 or better, because small changes vanish in bfloat16.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.frozen_copy().language_model, uses_flex=policy.uses_flex)
+        self.averages = {name: master.detach().clone() for name, master in policy.masters.items()}
+
+    @torch.no_grad()
+    def follow(self, policy: Policy, *, rate: float) -> None:
+        """Move every average towards the policy: ``average += rate (policy - average)``."""
+        for name, average in self.averages.items():
+            average.lerp_(policy.masters[name], rate)
+        self._round()
+
+    def save(self, folder: Path) -> None:
+        """Write the averages into an existing folder. Raises OSError and SafetensorError."""
+        save_file({name: tensor.contiguous() for name, tensor in self.averages.items()}, folder / TEACHER)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Load what :meth:`save` wrote. Raises CheckpointError for another model, and OSError or
+        SafetensorError.
+        """
+        tensors = load_file(folder / TEACHER)
+        require_shapes(folder, _shapes(self.averages), _shapes(tensors))
+        for name, average in self.averages.items():
+            average.copy_(tensors[name])
+        self._round()
+
+    def _round(self) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, average in self.averages.items():
+            parameters[name].copy_(average)
 
 
 def checkpoint_layers(model: nn.Module) -> None:

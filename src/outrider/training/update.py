@@ -7,9 +7,11 @@ Shape letters: T scored tokens of a micro-batch, O those of them that the policy
 """
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.losses import (
     OldLogprobs,
     TokenLoss,
@@ -32,7 +35,16 @@ from outrider.algorithms.sampler_correction import (
     sampler_weights_per_token,
 )
 from outrider.errors import EngineFault
-from outrider.trace import Node, Trace, without_memory
+from outrider.trace import Node, Trace, with_help, without_memory
+from outrider.training.distill_term import (
+    DistillTerm,
+    OtherScores,
+    TermLosses,
+    other_rendering,
+    rollouts_with_term,
+    score_other,
+    term_mask,
+)
 from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout
 from outrider.training.policy import (
     Policy,
@@ -180,6 +192,7 @@ def update(
     settings: UpdateSettings,
     reference: Scorer | None,
     token_loss: TokenLossFn | None = None,
+    teacher: Scorer | None = None,
     always_check_mismatch: bool = False,
     version: int | None = None,
     probes: Sequence[Trace] = (),
@@ -192,8 +205,9 @@ def update(
         traces: The groups. Mini-batches are cut between them, in order.
         objective: The algorithm's settings of the loss.
         settings: Mini-batches, epochs, and tokens of a micro-batch.
-        reference: The frozen model of the KL term.
+        reference: The frozen model of the KL term, and of self-distillation with ``teacher = frozen``.
         token_loss: The algorithm's loss (None: that of ``objective``).
+        teacher: The averaged model of self-distillation with ``teacher = ema``.
         always_check_mismatch: Compare trainer and engine log-probs before every optimizer step, for an engine
             with its own weights, which could be old; else only before the first step of the policy.
         version: The version of the policy's weights, if tokens may come from older ones: the log-probs of
@@ -207,6 +221,13 @@ def update(
     """
     if objective.kl_weight > 0 and reference is None:
         raise ValueError(f"kl_weight = {objective.kl_weight} needs a reference model")
+    distill = objective.distill
+    if distill is not None and distill.teacher != "start":
+        teacher = reference if distill.teacher == "frozen" else teacher
+        if teacher is None:
+            raise ValueError(f"distill.teacher = {distill.teacher} needs a frozen model")
+    else:
+        teacher = policy
     running = _Update(
         policy=policy,
         objective=objective,
@@ -214,6 +235,7 @@ def update(
         settings=settings,
         # A reference that only the reward needs has been used before.
         reference=reference if objective.kl_weight > 0 else None,
+        teacher=teacher,
         on_batch=on_batch or (lambda num_tokens: None),
         version=version,
     )
@@ -224,12 +246,15 @@ def update(
         for number, paths in enumerate(split_mini_batches(traces, settings.num_mini_batches))
     ]
     # With a single step, pi_old is the policy being scored: the training pass gives the old log-probs too.
-    if len(mini_batches) > 1 or settings.num_epochs > 1:
+    is_centered = distill is not None and distill.gate == "gap_centered"  # by the mean of all micro-batches
+    if len(mini_batches) > 1 or settings.num_epochs > 1 or is_centered:
         # All of them before the first step: pi_old is one policy for every mini-batch and epoch.
         for mini_batch in mini_batches:
             mini_batch.old_scores = running.score(mini_batch.batches)
     for mini_batch in mini_batches:
-        mini_batch.with_tips = score_with_tips(policy, mini_batch.trained, max_tokens=settings.max_tokens)
+        running.score_other(mini_batch)
+    if distill is not None and distill.form != "ratio":
+        running.measure_help(traces)
     for _ in range(settings.num_epochs):
         for mini_batch in mini_batches:
             # The engine is checked until a step was made: a mini-batch without signal makes none.
@@ -263,20 +288,16 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
                     rollout=leaf.rollout,
                     group=group,
                     nodes_with_tips=path if drops_tips else None,
+                    nodes_with_help=(
+                        with_help(path, trace.help[leaf.rollout])
+                        if leaf.rollout in trace.help and not drops_tips
+                        else None
+                    ),
                     succeeded=leaf.success,
                     is_replayed=trace.is_replayed,
                 )
             )
     return paths
-
-
-LogprobsWithTips = Mapping[int, Mapping[int, float]]
-"""Log-probs in the context with tips, by rollout index and ordinal, of every rollout that is trained in
-another rendering; computed by the trainer before any step (EMPO², arXiv 2602.23008, App. C).
-
-The numerator of the ratio is the policy without tips; the denominator is the policy with tips (Table 3) or
-the policy without tips when the update began (Algorithm 1).
-"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -286,7 +307,10 @@ class _MiniBatch:
     ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
     weights [T] of their tokens in the loss and, if the objective has such terms, in the likelihood of
     successful rollouts and in the mean entropy. ``old_scores`` None: the training pass gives the old
-    log-probs.
+    log-probs. ``with_tips``: log-probs in the context with tips, of every rollout that is trained in another
+    rendering, computed before any step (EMPO², arXiv 2602.23008, App. C). The numerator of the ratio is the
+    policy without tips; the denominator is the policy with tips (Table 3) or the policy without tips when the
+    update began (Algorithm 1).
     """
 
     number: int
@@ -296,7 +320,8 @@ class _MiniBatch:
     sft_weights: Sequence[Tensor] | None
     entropy_weights: Sequence[Tensor] | None
     old_scores: Sequence[TokenScores] | None = None
-    with_tips: LogprobsWithTips | None = None
+    with_tips: OtherScores | None = None
+    distill: DistillTerm | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -308,6 +333,7 @@ class _Update:
     token_loss: TokenLossFn
     settings: UpdateSettings
     reference: Scorer | None
+    teacher: Scorer
     on_batch: Callable[[int], None]
     version: int | None
     report: UpdateReport = field(default_factory=UpdateReport)
@@ -320,8 +346,21 @@ class _Update:
 
     def prepare(self, paths: Sequence[RolloutPath], number: int) -> _MiniBatch:
         """Pack the rollouts of a mini-batch that have a gradient; the weights count all rollouts."""
-        trained = _trained_paths(paths, self.objective)
+        distill = self.objective.distill
+        has_term_R = None if distill is None else rollouts_with_term(paths, distill)
+        trained = _trained_paths(paths, self.objective, has_term_R)
         batches = self._pack(trained)
+        term = None
+        if distill is not None and has_term_R is not None and distill.form != "ratio" and trained:
+            masks = [term_mask(batch, has_term_R, skip_first=distill.skip_first) for batch in batches]
+            term = DistillTerm(
+                settings=distill,
+                has_term_R=has_term_R,
+                succeeded_R=torch.tensor([path.succeeded for path in paths]),
+                masks=masks,
+                weights=_distill_weights(paths, self.objective, distill, batches, masks, has_term_R),
+                scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / distill.scale_steps),
+            )
         return _MiniBatch(
             number=number,
             trained=trained,
@@ -337,7 +376,56 @@ class _Update:
                 if trained and self.objective.entropy_bonus > 0
                 else None
             ),
+            distill=term,
         )
+
+    def score_other(self, mini_batch: _MiniBatch) -> None:
+        """Score the other renderings: those that the policy acted in, and those that the teacher reads."""
+        policy, term, max_tokens = self.policy, mini_batch.distill, self.settings.max_tokens
+        own = policy.ranks.share(mini_batch.trained)
+        with_tips = [(path, path.nodes_with_tips) for path in own]
+        if term is None:
+            mini_batch.with_tips = score_other(policy, policy.ranks, with_tips, max_tokens=max_tokens)
+            return
+        began = time.perf_counter()
+        settings = term.settings
+        support = settings.support if settings.form == "divergence" else None
+        is_one_pass = settings.plays == "helped" and self.teacher is policy
+        mini_batch.with_tips = score_other(
+            policy, policy.ranks, with_tips, max_tokens=max_tokens, support=support if is_one_pass else None
+        )
+        if is_one_pass:
+            term.teacher = mini_batch.with_tips
+        else:
+            renderings = [
+                (path, other_rendering(path, settings) if term.has_term_R[path.rollout_index] else None)
+                for path in own
+            ]
+            term.teacher = score_other(
+                self.teacher, policy.ranks, renderings, max_tokens=max_tokens, support=support
+            )
+        if support == "all":
+            term.head = self.teacher.frozen_head()
+        if settings.gate == "gap_centered":
+            assert mini_batch.old_scores is not None
+            term.measure_gate(mini_batch.batches, mini_batch.old_scores, policy.ranks)
+        self.common.add_sum("time/help", time.perf_counter() - began)
+
+    def measure_help(self, traces: Sequence[Trace]) -> None:
+        """Measure how many rollouts have help, how long it is, and the returns with and without it."""
+        settings = self.objective.distill
+        assert settings is not None
+        for path in rollout_paths(traces):
+            other = other_rendering(path, settings)
+            self.common.add("distill/share_rollouts", float(other is not None))
+            if other is not None:
+                lengths = [sum(len(node.token_ids) for node in nodes) for nodes in (other, path.nodes)]
+                self.common.add_sum("distill/help_tokens", float(lengths[0] - lengths[1]))
+        for trace in traces:
+            for leaf, nodes in trace.scored_rollouts():
+                is_helped = any(node.origin is Origin.MEMORY for node in nodes)
+                name = "distill/return_helped" if is_helped else "distill/return_unhelped"
+                self.common.add(name, float(leaf.episode_return or 0.0))
 
     def train(self, mini_batch: _MiniBatch, *, check_mismatch: bool) -> None:
         """One optimizer step over all micro-batches, with the denominators of the whole mini-batch."""
@@ -385,14 +473,20 @@ class _Update:
         """The loss of the micro-batch ``index``, and whether its log-probs are finite (if not, the loss is
         meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
         """
-        batch, with_tips = mini_batch.batches[index], mini_batch.with_tips
-        options = {} if mini_batch.entropy_weights is None else {"trains_entropy": True}
+        batch, with_tips, term = mini_batch.batches[index], mini_batch.with_tips, mini_batch.distill
+        options: dict[str, Any] = {} if mini_batch.entropy_weights is None else {"trains_entropy": True}
+        tokens = None if term is None else term.tokens(index, batch)
+        if term is not None and tokens is not None and (support := term.support(tokens, batch)) is not None:
+            options["support"] = support
         scores = self.policy.score(batch, **options)
         batch = batch.like(scores.logprobs_T)
         old = scores if mini_batch.old_scores is None else mini_batch.old_scores[index]
         # Detached also if it comes from this very pass: x - x would have no gradient.
         old_T = old.logprobs_T.detach()
-        with_tips_T = None if with_tips is None else gather_with_tips(with_tips, batch).to(old_T)
+        with_tips_T = None if with_tips is None else with_tips.logprobs(batch).to(old_T)
+        if term is not None and tokens is not None and not term.settings.has_term:
+            values_T = term.advantages(tokens, batch, old_T, self.accumulator)
+            batch = replace(batch, advantages_T=values_T)
         inputs = loss_inputs(
             scores.logprobs_T, batch, self.objective.old_logprobs(old_T, with_tips_T), self.accumulator
         )
@@ -408,6 +502,9 @@ class _Update:
         if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
             return scores.logprobs_T, False
         self.report.tokens.append(token_record(mini_batch.number, batch, inputs))
+        term_losses = None
+        if term is not None and tokens is not None and term.settings.has_term:
+            term_losses = term.losses(index, tokens, batch, scores, old_T, self.accumulator)
         loss = batch_loss(
             inputs,
             reference_T=reference_T,
@@ -415,6 +512,8 @@ class _Update:
             objective=self.objective,
             token_loss=self.token_loss,
             accumulator=self.accumulator,
+            policy_factors_T=None if term is None else term.policy_factors(batch),
+            term=term_losses,
         )
         if mini_batch.sft_weights is not None:
             nll = sft_loss(scores.logprobs_T, mini_batch.sft_weights[index], self.accumulator)
@@ -534,12 +633,17 @@ def batch_loss(
     objective: ObjectiveSettings,
     token_loss: TokenLossFn,
     accumulator: MetricAccumulator,
+    policy_factors_T: Tensor | None = None,
+    term: TermLosses | None = None,
 ) -> Tensor:
     """The weighted loss of one micro-batch: the algorithm's token loss with sampler correction, rejection and
-    KL term. ``reference_T`` are the reference policy's log-probs (None: no KL term).
+    KL term. ``reference_T`` are the reference policy's log-probs (None: no KL term), ``policy_factors_T``
+    factors of the algorithm's token loss alone, and ``term`` is that of self-distillation.
     """
     surrogate = token_loss(inputs)
     losses = surrogate.losses
+    if policy_factors_T is not None:
+        losses = losses * policy_factors_T.to(losses)
     # Tokens that the engine sampled in this step: only there can trainer and engine be compared.
     own_T = ~inputs.is_off_policy_T
     trainer_T, engine_T = inputs.old_logprobs.trainer_T, inputs.engine_logprobs_T
@@ -557,7 +661,9 @@ def batch_loss(
         accumulator.add_importance(
             correction_stats(applied, old_logprobs=trainer_T, sampler_logprobs=engine_T, mask=own_T)
         )
-        losses = losses * applied.weights.masked_fill(inputs.is_off_policy_T, 1.0)
+        sampler_T = applied.weights.masked_fill(inputs.is_off_policy_T, 1.0)
+        losses = losses * sampler_T
+        term = None if term is None else term.times(sampler_T)
     if (rejection := objective.sampler_rejection) is not None:
         accepted_T = rejection_mask_per_token(
             old_logprobs=trainer_T,
@@ -571,7 +677,9 @@ def batch_loss(
         )
         accumulator.add_sum("ratio/num_rejected", float((own_T & ~accepted_T).sum()))
         # Weight 0 and no new denominator: one counted here would depend on the split into micro-batches.
-        weights_T = weights_T * (accepted_T | inputs.is_off_policy_T)
+        retained_T = accepted_T | inputs.is_off_policy_T
+        weights_T = weights_T * retained_T
+        term = None if term is None else term.times(retained_T)
     loss = weighted_loss(losses=losses, weights=weights_T)
     accumulator.add_loss("loss/policy", float(loss.detach()))
     if reference_T is not None:
@@ -587,6 +695,10 @@ def batch_loss(
         accumulator.add(
             "loss/kl", float(kl.detach()[own_T].sum()) / max(1, int(own_T.sum())), float(own_T.sum())
         )
+    if term is not None:
+        distilled = weighted_loss(losses=term.losses_M, weights=term.weights_M)
+        accumulator.add_loss("distill/loss", float(distilled.detach()))
+        loss = loss + term.settings.weight * distilled
     if bool(own_T.any()):
         _measure_ratios(inputs, surrogate, own_T, accumulator)
     return loss
@@ -608,15 +720,27 @@ def _measure_ratios(
     accumulator.add_max("ratio/max", float(ratio.max()))
 
 
-def _trained_paths(paths: Sequence[RolloutPath], objective: ObjectiveSettings) -> list[RolloutPath]:
-    """Rollouts whose gradient is not zero by construction; the others stay in every denominator."""
+def _trained_paths(
+    paths: Sequence[RolloutPath], objective: ObjectiveSettings, has_term_R: Tensor | None
+) -> list[RolloutPath]:
+    """Rollouts whose gradient is not zero by construction; the others stay in every denominator.
+    ``has_term_R``: those that are distilled.
+    """
     trained = []
+    distill = objective.distill
     for path in paths:
+        is_distilled = (
+            distill is not None
+            and has_term_R is not None
+            and distill.needs_gradient_without_advantage
+            and bool(has_term_R[path.rollout_index])
+        )
         advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
         # These terms train every policy token, also of a rollout without advantage.
         trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
+        trains_all = trains_all or is_distilled
         if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
             trained.append(path)
     return trained
@@ -630,25 +754,65 @@ def _loss_weights(
     They are counted over all paths, not over the packed ones: a rollout without gradient is not computed, but
     it is part of the mean.
     """
-    owners = torch.tensor(
-        [
-            path.rollout_index
-            for path in paths
-            for node in path.nodes
-            if advantages_by_rollout(node, [path])
-            for _ in node.token_ids
-        ]
-    )
+    sizes = {
+        path.rollout_index: sum(
+            len(node.token_ids) for node in path.nodes if advantages_by_rollout(node, [path])
+        )
+        for path in paths
+    }
+    return _spread_weights(sizes, objective, batches)
+
+
+def _spread_weights(
+    sizes: Mapping[int, int], objective: ObjectiveSettings, batches: Sequence[PackedBatch]
+) -> list[Tensor]:
+    """Token weights [T] of each micro-batch in the mean over rollouts with these numbers of tokens; 0 for the
+    tokens of other rollouts.
+    """
+    owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(list(sizes.values()), dtype=torch.long))
     weights = token_weights(
         kind=objective.aggregation,
         rollout_index=owners,
-        num_rollouts=len(paths),
+        num_rollouts=len(sizes),
         max_length=objective.max_length,
         dtype=torch.float64,
     )
-    per_rollout = torch.zeros(len(paths), dtype=torch.float64)
-    per_rollout[owners] = weights  # all tokens of a rollout have the same weight
-    return [per_rollout[batch.rollout_index_T] for batch in batches]
+    values = torch.zeros(len(sizes), dtype=torch.float64)
+    values[owners] = weights  # all tokens of a rollout have the same weight
+    per_rollout = torch.zeros(max(sizes, default=-1) + 1, dtype=torch.float64)
+    per_rollout[list(sizes)] = values
+    num = len(per_rollout)
+    return [
+        torch.where(batch.rollout_index_T < num, per_rollout[batch.rollout_index_T.clamp(max=num - 1)], 0.0)
+        for batch in batches
+    ]
+
+
+def _distill_weights(
+    paths: Sequence[RolloutPath],
+    objective: ObjectiveSettings,
+    distill: DistillSettings,
+    batches: Sequence[PackedBatch],
+    masks: Sequence[Tensor],
+    has_term_R: Tensor,
+) -> list[Tensor]:
+    """Token weights [T] of the term of self-distillation in each micro-batch, with the denominators of the
+    whole mini-batch: over the tokens with the term, or over every trained token.
+    """
+    if distill.over == "all":
+        weights = _loss_weights(paths, objective, batches)
+    else:
+        sizes = {
+            path.rollout_index: sum(
+                max(0, len(node.token_ids) - distill.skip_first)
+                for node in path.nodes
+                if node.trainable and advantages_by_rollout(node, [path])
+            )
+            for path in paths
+            if has_term_R[path.rollout_index]
+        }
+        weights = _spread_weights(sizes, objective, batches)
+    return [weight * mask for weight, mask in zip(weights, masks, strict=True)]
 
 
 def success_weights(
@@ -678,43 +842,6 @@ def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulat
     loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
     accumulator.add_loss("loss/positive_nll", float(loss.detach()))
     return loss
-
-
-def gather_with_tips(logprobs: LogprobsWithTips, batch: PackedBatch) -> Tensor:
-    """Log-probs with tips of the entries [T], NaN if the entry's rollout has one rendering."""
-    entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-    values = [
-        # NaN, because a 0 would pass for a log-prob: dividing by NaN cannot go unnoticed.
-        logprobs[rollout][ordinal] if rollout in logprobs else math.nan
-        for rollout, ordinal in entries
-    ]
-    return torch.tensor(values, dtype=torch.float64).to(batch.advantages_T)
-
-
-@torch.no_grad()
-def score_with_tips(
-    policy: Policy, paths: Sequence[RolloutPath], *, max_tokens: int
-) -> LogprobsWithTips | None:
-    """Score the rollouts among ``paths`` that have another rendering, in the one that the policy acted in;
-    None if this rank has none.
-    """
-    # The rendering that is trained decides whose rollout it is: the same rank needs both.
-    paths_with_tips = [
-        replace(path, nodes=path.nodes_with_tips, nodes_with_tips=None)
-        for path in policy.ranks.share(paths)
-        if path.nodes_with_tips is not None
-    ]
-    logprobs: dict[int, dict[int, float]] = {}
-    for batch in padded_micro_batches(
-        pack_for_rank(paths_with_tips, policy.ranks, max_tokens=max_tokens), policy.ranks
-    ):
-        if batch is None:
-            policy.dummy_forward()
-            continue
-        entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
-        for (rollout, ordinal), value in zip(entries, policy.score(batch).logprobs_T.tolist(), strict=True):
-            logprobs.setdefault(rollout, {})[ordinal] = value
-    return logprobs or None
 
 
 @torch.no_grad()
