@@ -2,7 +2,7 @@
 
     python -m benchmarks.distill_pulls [--records records]
 
-Three figures, all computed with the functions of :mod:`outrider.algorithms.distill` and autograd:
+Three figures, all computed with the functions of :mod:`outrider.algorithms.distill_losses` and autograd:
 
 - ``pulls``: one state with two actions, of which the right one has a return of 1; minus the gradient of the
   expected loss for the logit of the right action.
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.markdown_table import markdown
-from outrider.algorithms.distill import DistillSettings, distill_losses, divergence_per_token, gates
+from outrider.algorithms.distill import DistillSettings
+from outrider.algorithms.distill_losses import distill_losses, divergence_per_token, gates
 from outrider.algorithms.exploration import Empo2Settings
 from outrider.algorithms.loss_settings import ClipLoss
 from outrider.algorithms.losses import clipped_surrogate_per_token
