@@ -221,6 +221,11 @@ class DistillSettings(Settings):
                 "algorithm.distill.policy_weight = 0 with dynamic_sampling: groups are selected for their "
                 "advantages, which nothing uses; remove dynamic_sampling"
             )
+        if algorithm.loss.type == "reinforce" and self.plays != "unhelped" and self.policy_weight:
+            raise ValueError(
+                f"algorithm.distill.plays = {self.plays} with loss.type = reinforce: rollouts that are "
+                "sampled with help and trained without it need a ratio, or policy_weight = 0"
+            )
         if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
             raise ValueError(
                 f"algorithm.distill.form = {self.form} with loss.type = gspo: one ratio per rollout has no "
@@ -231,6 +236,11 @@ class DistillSettings(Settings):
     def needs_reference(self) -> bool:
         """Whether the teacher is the policy at the start of the run."""
         return self.teacher == "frozen"
+
+    @property
+    def skips_policy_term(self) -> bool:
+        """Whether no advantage has an effect: all rollouts have help and a policy term of weight 0."""
+        return self.policy_weight == 0.0 and (self.where == "all" or self.policy_outside == 0.0)
 
     @property
     def has_term(self) -> bool:

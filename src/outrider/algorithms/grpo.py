@@ -140,7 +140,7 @@ class GroupSettings(ObjectiveSettings):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl_weight > 0 or self.reward_kl_weight > 0
+        return super().needs_reference or self.reward_kl_weight > 0
 
     @property
     def drops_groups(self) -> bool:

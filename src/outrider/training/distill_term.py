@@ -109,6 +109,8 @@ def other_rendering(path: RolloutPath, settings: DistillSettings) -> Sequence[No
     """Return the teacher's rendering of a rollout; None if it has no help."""
     if path.is_replayed:
         return None
+    if settings.plays == "both":  # a rollout was sampled in one of the contexts
+        return path.nodes_with_tips or path.nodes_with_help
     return path.nodes_with_tips if settings.plays == "helped" else path.nodes_with_help
 
 
@@ -317,6 +319,7 @@ class DistillTerm:
 
     def _measure(self, tokens: TermTokens, gap_M: Tensor, measures: Measures) -> None:
         num = len(gap_M)
+        measures.add_sum("distill/num_tokens", float(num))
         measures.add("distill/gap_mean", float(gap_M.mean()), num)
         measures.add("distill/gap_abs", float(gap_M.abs().mean()), num)
         measures.add("distill/teacher_entropy", float(tokens.teacher.entropies_T.mean()), num)

@@ -3,7 +3,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from outrider.trace import Trace
 from outrider.training.checkpoint import load_reference, save_reference
 from outrider.training.cold_start import cold_start
 from outrider.training.packing import RolloutPath
-from outrider.training.policy import Policy, Scorer, export
+from outrider.training.policy import TEACHER, AveragedTeacher, Policy, Scorer, export
 from outrider.training.settings import RunSettings
 from outrider.training.update import UpdateReport, measure_kl, update
 
@@ -108,6 +108,15 @@ class LocalLearner:
     settings: RunSettings
     policy: Policy
     reference: Scorer | None
+    teacher: AveragedTeacher | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._start_teacher()
+
+    def _start_teacher(self) -> None:
+        distill = self.settings.algorithm.distill
+        is_averaged = distill is not None and distill.teacher == "ema"
+        self.teacher = AveragedTeacher(self.policy) if is_averaged else None
 
     @property
     def language_model(self) -> LanguageModel:
@@ -138,19 +147,25 @@ class LocalLearner:
         version: int | None = None,
         probes: Sequence[Trace] = (),
     ) -> UpdateReport:
-        return update(
+        num_steps = self.policy.num_steps
+        report = update(
             self.policy,
             traces,
             objective=algorithm.objective,
             settings=self.settings.update,
             token_loss=algorithm.token_loss,
             reference=self.reference,
+            teacher=self.teacher,
             # engines in other processes have their own weights
             always_check_mismatch=not self.settings.engine.is_exact or self.settings.cluster.is_remote,
             version=version,
             probes=probes,
             on_batch=on_batch,
         )
+        distill = self.settings.algorithm.distill
+        if self.teacher is not None and distill is not None and self.policy.num_steps != num_steps:
+            self.teacher.follow(self.policy, rate=distill.teacher_rate)
+        return report
 
     def score(self, traces: Sequence[Trace]) -> None:
         assert self.reference is not None
@@ -166,12 +181,19 @@ class LocalLearner:
             on_step=on_step,
         )
         self.policy.fresh_optimizer()
+        self._start_teacher()
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
+        if self.teacher is not None:
+            self.teacher.save(folder)
 
     def load(self, folder: Path, *, num_steps: int) -> None:
         self.policy.load(folder, num_steps=num_steps)
+        if self.teacher is not None and (folder / TEACHER).exists():
+            self.teacher.load(folder)
+        else:  # an evaluation of the weights of another run
+            self._start_teacher()
 
     def freeze_reference(self, path: Path) -> int:
         self.reference = self.policy.frozen_copy()

@@ -253,8 +253,6 @@ def update(
             mini_batch.old_scores = running.score(mini_batch.batches)
     for mini_batch in mini_batches:
         running.score_other(mini_batch)
-    if distill is not None and distill.form != "ratio":
-        running.measure_help(traces)
     for _ in range(settings.num_epochs):
         for mini_batch in mini_batches:
             # The engine is checked until a step was made: a mini-batch without signal makes none.
@@ -410,22 +408,6 @@ class _Update:
             assert mini_batch.old_scores is not None
             term.measure_gate(mini_batch.batches, mini_batch.old_scores, policy.ranks)
         self.common.add_sum("time/help", time.perf_counter() - began)
-
-    def measure_help(self, traces: Sequence[Trace]) -> None:
-        """Measure how many rollouts have help, how long it is, and the returns with and without it."""
-        settings = self.objective.distill
-        assert settings is not None
-        for path in rollout_paths(traces):
-            other = other_rendering(path, settings)
-            self.common.add("distill/share_rollouts", float(other is not None))
-            if other is not None:
-                lengths = [sum(len(node.token_ids) for node in nodes) for nodes in (other, path.nodes)]
-                self.common.add_sum("distill/help_tokens", float(lengths[0] - lengths[1]))
-        for trace in traces:
-            for leaf, nodes in trace.scored_rollouts():
-                is_helped = any(node.origin is Origin.MEMORY for node in nodes)
-                name = "distill/return_helped" if is_helped else "distill/return_unhelped"
-                self.common.add(name, float(leaf.episode_return or 0.0))
 
     def train(self, mini_batch: _MiniBatch, *, check_mismatch: bool) -> None:
         """One optimizer step over all micro-batches, with the denominators of the whole mini-batch."""
@@ -779,7 +761,7 @@ def _spread_weights(
     )
     values = torch.zeros(len(sizes), dtype=torch.float64)
     values[owners] = weights  # all tokens of a rollout have the same weight
-    per_rollout = torch.zeros(max(sizes, default=-1) + 1, dtype=torch.float64)
+    per_rollout = torch.zeros(max(sizes, default=0) + 1, dtype=torch.float64)
     per_rollout[list(sizes)] = values
     num = len(per_rollout)
     return [

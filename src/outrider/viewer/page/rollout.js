@@ -58,6 +58,7 @@ export async function showRollout(run, [where, index, number_], query) {
     facts(row),
     row.fault && h("p", { class: "fault" }, `${row.outcome.replaceAll("_", " ")}: ${row.fault}`),
     tools(run, row, path, values, where, draw),
+    teacher(path.at(-1)?.metadata ?? {}),
     path.length ? chat : h("p", { class: "quiet" }, "It was lost before a turn was written."),
   );
   const go = (by) => () => step(run, where, by);
@@ -97,6 +98,20 @@ export function facts(row) {
     "dl",
     { class: "facts" },
     all.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
+  );
+}
+
+// Self-distillation: the text that only the teacher read, equal in every context of the rollout.
+function teacher({ help, without_help }) {
+  if (without_help)
+    return h("p", { class: "quiet" }, `The teacher had no help: ${String(without_help).replaceAll("_", " ")}.`);
+  if (!help?.length) return null;
+  const [{ source, tokens, text }] = help;
+  return h(
+    "details",
+    { class: "turn memory teacher" },
+    h("summary", {}, "What the teacher saw ", h("span", { class: "quiet" }, `${source} · ${number(tokens)} tokens`)),
+    h("pre", { class: "words" }, text),
   );
 }
 

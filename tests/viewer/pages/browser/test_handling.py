@@ -107,6 +107,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         TraceRow(
             **common, node_id=3, parent_id=2, origin=Origin.ENVIRONMENT, text="x" * 1_000_000 + ATTACK,
             outcome=Outcome.FINISHED, episode_return=float("inf"), advantage=0.5, hybrid=True,
+            metadata=json.dumps({"help": [{"source": "sibling", "text": f"{TURNED} {ATTACK}", "tokens": 9}]}),
         ),
     ]  # fmt: skip
     TraceWriter(run / "traces").write(1, rows)
@@ -137,6 +138,15 @@ def test_hostile_text_is_text(hostile: Served, open_page: At, path: str) -> None
     words = page.inner_text("body")
     assert not set(words) & {"\u202e", "\u2066", "\x1b", "\x07"}
     assert page.evaluate("({}).owned === undefined")
+
+
+def test_what_the_teacher_saw_is_folded(hostile: Served, open_page: At) -> None:
+    page = open_page(f"{hostile.address}#/run/{hostile.ids[0]}/rollout/step-000001/0/0")
+    block = page.locator("details.teacher")
+    assert not block.locator("pre").is_visible()
+    block.locator("summary").click()
+    assert block.locator("summary").text_content() == "What the teacher saw sibling · 9 tokens"
+    assert block.locator("pre").inner_text().endswith(ATTACK)
 
 
 def test_a_turn_of_a_megabyte_is_folded_and_comes_whole(hostile: Served, open_page: At) -> None:
