@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.distill import DistillSettings
 from outrider.config import validate
-from outrider.trace import Trace
+from outrider.trace import Insertion, Trace
 from outrider.training.cold_start import cold_start, successful_paths
 from outrider.training.settings import RunSettings, UpdateSettings
 from outrider.training.update import measure_kl
@@ -71,6 +72,32 @@ def test_every_objective_has_the_gradient_of_one_process(
         if found := differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted):
             differences[name] = found
     assert differences == {}
+
+
+@pytest.mark.parametrize(
+    ("size", "distill"), [(2, {"support": 8}), (3, {"form": "likelihood", "gate": "gap_centered"})], ids=str
+)
+def test_self_distillation_has_the_gradient_of_one_process(
+    ranks_of: RanksOf, folder: Path, size: int, distill: dict[str, object]
+) -> None:
+    policy, _ = alone(folder)
+    traces = near_the_truth(policy, groups(4, rollouts=3, longest=16))
+    for trace in traces[:3]:
+        for leaf, path in list(trace.rollouts())[1:]:
+            help_ = Insertion(
+                node_id=path[0].node_id, offset=3, token_ids=(20 + leaf.rollout, 9), text="", source="file"
+            )
+            trace.help[leaf.rollout] = (help_,)
+    objective = ObjectiveSettings(distill=validate(DistillSettings, {"help": "tips", **distill}))
+    wanted = run(policy, None, traces, objective, SETTINGS)
+    assert wanted.norms[0] > 0 and wanted.metrics["distill/num_tokens"] > 0
+    ranks = ranks_of(size)
+    ranks.call("anew")
+    found = ranks.call("found", traces, objective, SETTINGS)[0]
+    for one in (found, wanted):
+        assert one.metrics.pop("time/help") > 0
+    assert differs(found, wanted) == []
+    assert found.metrics["distill/loss"] == pytest.approx(wanted.metrics["distill/loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -16,21 +16,18 @@ from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.distill_losses import divergence_per_token
 from outrider.algorithms.loss_settings import ClipLoss, SamplerCorrection
 from outrider.config import validate
-from outrider.trace import Insertion, Leaf, Node, Trace, without_memory
+from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.packing import PackedBatch
 from outrider.training.policy import (
-    AveragedTeacher,
     FullTeacher,
     Policy,
-    Scorer,
     SingleRank,
     TokenScores,
     score_logits,
 )
 from outrider.training.settings import OptimizerSettings, UpdateSettings
-from outrider.training.update import UpdateReport, rollout_paths, update
+from outrider.training.update import UpdateReport, update
 from outrider.types import Message, Origin, Outcome, Task
-from tests.tiny import tiny_model
 from tests.vectors import load_vectors
 
 HELP = 98
@@ -60,9 +57,7 @@ class TablePolicy:
         self.moves: Sequence[Tensor] = ()  # added to the table after each step
         self.num_passes = 0
 
-    def score(
-        self, batch: PackedBatch, *, trains_entropy: bool = False, support: Any = None
-    ) -> TokenScores:
+    def score(self, batch: PackedBatch, *, trains_entropy: bool = False, support: Any = None) -> TokenScores:
         self.num_passes += 1
         entries = zip(batch.rollout_index_T.tolist(), batch.ordinal_T.tolist(), strict=True)
         rows = [self.rows[rollout][ordinal] for rollout, ordinal in entries]

@@ -136,17 +136,6 @@ class ObjectiveSettings(Settings):
                 f"pass_k = {self.pass_k} needs a group_size above it, got {self.group_size}: with k = n no "
                 "rollout has an advantage"
             )
-        distill = self.distill
-        if distill is not None and distill.form.startswith("advantage_") and self.loss.type == "gspo":
-            raise ValueError(
-                f"distill.form = {distill.form} changes the advantages of single tokens, and loss.type = gspo "
-                "has one ratio per rollout: choose another loss or form"
-            )
-        if distill is not None and distill.skips_policy_term and self.drops_groups:
-            raise ValueError(
-                "dynamic_sampling chooses groups for their advantages, which distill.policy_weight = 0 does "
-                "not use: remove one of them"
-            )
         return self
 
     @property
@@ -217,25 +206,8 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
-        distill = self.distill
-        if distill is not None and distill.teacher == "ema":
-            if run.model.lora is not None:
-                raise ValueError(
-                    "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the mean "
-                    "of their product: set teacher = start or frozen"
-                )
-            if run.cluster.num_trainers > 1:
-                raise ValueError(
-                    "algorithm.distill.teacher = ema needs cluster.num_trainers = 1: set teacher = start or "
-                    "frozen"
-                )
-        if distill is not None and distill.support == "all" and run.cluster.num_trainers > 1:
-            raise ValueError(
-                "algorithm.distill.support = all needs cluster.num_trainers = 1: set a number of tokens, for "
-                "example 100"
-            )
-        if distill is not None:
-            distill.validate_run(run)
+        if self.distill is not None:
+            self.distill.validate_run(run)
 
     @property
     def rewards_kl(self) -> bool:

@@ -226,6 +226,21 @@ class DistillSettings(Settings):
                 f"algorithm.distill.plays = {self.plays} with loss.type = reinforce: rollouts that are "
                 "sampled with help and trained without it need a ratio, or policy_weight = 0"
             )
+        if self.teacher == "ema" and run.model.lora is not None:
+            raise ValueError(
+                "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the mean of "
+                "their product: set teacher = start or frozen"
+            )
+        if run.cluster.num_trainers > 1 and self.teacher == "ema":
+            raise ValueError(
+                "algorithm.distill.teacher = ema needs cluster.num_trainers = 1: set teacher = start or "
+                "frozen"
+            )
+        if run.cluster.num_trainers > 1 and self.support == "all":
+            raise ValueError(
+                "algorithm.distill.support = all needs cluster.num_trainers = 1: set a number of tokens, for "
+                "example 100"
+            )
         if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
             raise ValueError(
                 f"algorithm.distill.form = {self.form} with loss.type = gspo: one ratio per rollout has no "
@@ -236,11 +251,6 @@ class DistillSettings(Settings):
     def needs_reference(self) -> bool:
         """Whether the teacher is the policy at the start of the run."""
         return self.teacher == "frozen"
-
-    @property
-    def skips_policy_term(self) -> bool:
-        """Whether no advantage has an effect: all rollouts have help and a policy term of weight 0."""
-        return self.policy_weight == 0.0 and (self.where == "all" or self.policy_outside == 0.0)
 
     @property
     def has_term(self) -> bool:

@@ -709,21 +709,20 @@ def _trained_paths(
     ``has_term_R``: those that are distilled.
     """
     trained = []
-    distill = objective.distill
     for path in paths:
-        is_distilled = (
-            distill is not None
-            and has_term_R is not None
-            and distill.needs_gradient_without_advantage
-            and bool(has_term_R[path.rollout_index])
-        )
+        is_distilled, has_policy_term = False, True
+        if (distill := objective.distill) is not None and has_term_R is not None:
+            has_term = bool(has_term_R[path.rollout_index])
+            is_distilled = has_term and distill.needs_gradient_without_advantage
+            has_policy_term = (distill.policy_weight if has_term else distill.policy_outside) > 0.0
         advantages = [values for node in path.nodes for _, values, _ in advantages_by_rollout(node, [path])]
         # These terms train every policy token, also of a rollout without advantage.
         trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
         trains_all = trains_all or is_distilled
-        if any(map(len, advantages)) if trains_all else any(any(values) for values in advantages):
+        has_signal = has_policy_term and any(any(values) for values in advantages)
+        if any(map(len, advantages)) if trains_all else has_signal:
             trained.append(path)
     return trained
 
@@ -742,14 +741,14 @@ def _loss_weights(
         )
         for path in paths
     }
-    return _spread_weights(sizes, objective, batches)
+    return _spread_weights(sizes, objective, batches, num=len(paths))
 
 
 def _spread_weights(
-    sizes: Mapping[int, int], objective: ObjectiveSettings, batches: Sequence[PackedBatch]
+    sizes: Mapping[int, int], objective: ObjectiveSettings, batches: Sequence[PackedBatch], *, num: int
 ) -> list[Tensor]:
-    """Token weights [T] of each micro-batch in the mean over rollouts with these numbers of tokens; 0 for the
-    tokens of other rollouts.
+    """Token weights [T] of each micro-batch in the mean over the rollouts with these numbers of tokens, of
+    ``num`` in the mini-batch; 0 for the tokens of other rollouts.
     """
     owners = torch.arange(len(sizes)).repeat_interleave(torch.tensor(list(sizes.values()), dtype=torch.long))
     weights = token_weights(
@@ -761,13 +760,9 @@ def _spread_weights(
     )
     values = torch.zeros(len(sizes), dtype=torch.float64)
     values[owners] = weights  # all tokens of a rollout have the same weight
-    per_rollout = torch.zeros(max(sizes, default=0) + 1, dtype=torch.float64)
-    per_rollout[list(sizes)] = values
-    num = len(per_rollout)
-    return [
-        torch.where(batch.rollout_index_T < num, per_rollout[batch.rollout_index_T.clamp(max=num - 1)], 0.0)
-        for batch in batches
-    ]
+    per_rollout = torch.zeros(num, dtype=torch.float64)
+    per_rollout[torch.tensor(list(sizes), dtype=torch.long)] = values
+    return [per_rollout[batch.rollout_index_T] for batch in batches]
 
 
 def _distill_weights(
@@ -793,7 +788,7 @@ def _distill_weights(
             for path in paths
             if has_term_R[path.rollout_index]
         }
-        weights = _spread_weights(sizes, objective, batches)
+        weights = _spread_weights(sizes, objective, batches, num=len(paths))
     return [weight * mask for weight, mask in zip(weights, masks, strict=True)]
 
 
