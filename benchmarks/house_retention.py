@@ -339,7 +339,8 @@ def ceiling_note(seed: int, ledger: Ledger) -> str:
     if helped is not None:
         share = 100 * fmean(helped["scores"].values())
         parts.append(f"{share:.1f} % of {NUM_HELPED} episodes per task succeed with tips")
-        parts.append(f"{len(helped['rollouts'])} of them saw tips and were trained on")
+        num_tasks = len({group for group, _ in helped["rollouts"]})
+        parts.append(f"{len(helped['rollouts'])} successes on {num_tasks} tasks saw tips and are trained on")
     if best is None:
         parts.append("no epoch is measured")
     else:
