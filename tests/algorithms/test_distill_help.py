@@ -463,6 +463,8 @@ CUSTOM = {
     "environment": {"type": "tools", "tools": ["python"], "train": {"path": "x"}, "test": {"path": "x"}}
 }
 EMPO2 = {"type": "empo2"}
+FILE = {"help": "file", "path": "x"}
+UCOB = {"plays": "both", "pairs": "anchor"}
 
 
 @pytest.mark.parametrize(
@@ -474,17 +476,24 @@ EMPO2 = {"type": "empo2"}
         ({"model": {"history_thinking": "strip"}}, {"help": "sibling"}, {}, "history_thinking = keep"),
         ({}, {"help": "sibling", "policy_weight": 0}, {"dynamic_sampling": {}}, "remove dynamic_sampling"),
         ({}, {"help": "feedback", "form": "advantage_add"}, {"loss": {"type": "gspo"}}, "one ratio per"),
-        ({}, {"help": "file", "path": "x", "plays": "helped"}, EMPO2, "set help = tips"),
+        ({}, FILE | {"plays": "helped"}, EMPO2, "set help = tips"),
         ({}, {"plays": "both", "helped_share": 0.2}, EMPO2, "are the shares"),
         ({}, {"plays": "helped"}, EMPO2 | {"memory_probability": 0}, "trained without them"),
         ({}, {}, EMPO2 | {"memory_probability": 1}, "set memory_probability below 1"),
+        ({}, FILE | {"plays": "helped"}, {"loss": {"type": "reinforce"}}, "need a ratio"),
+        ({}, FILE | {"pairs": "anchor"}, {}, "set plays = both"),
+        ({}, FILE | {"pair_margin": 0.1}, {}, "belongs to pairs = anchor"),
+        ({}, FILE | UCOB | {"form": "ratio"}, {}, "form = ratio"),
+        ({}, FILE | UCOB | {"where": "failed"}, {}, "where = all"),
+        ({}, FILE | UCOB, {"type": "arpo"}, "without tips and forks"),
+        ({}, UCOB | {"help": "tips"}, EMPO2, "without tips and forks"),
         ({}, {"help": []}, {}, "at least one"),
         ({}, {"help": ["sibling", "sibling"]}, {}, "each source once"),
         ({}, {"help": "sibling", "template": "x"}, {}, "the mark {help}"),
         ({}, {"help": "sibling", "helped_share": 0.2}, {}, "belongs to plays = both"),
         ({}, {"help": "feedback", "threshold": 0.2}, {}, "belongs to help = sibling"),
         ({}, {"help": "sibling", "plays": "both"}, {}, "cannot be shown before it is"),
-        ({}, {"help": "file", "path": "x", "plays": "both", "form": "likelihood"}, {}, "no teacher"),
+        ({}, FILE | {"plays": "both", "form": "likelihood"}, {}, "no teacher"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(

@@ -406,7 +406,7 @@ def test_any_split_has_the_same_gradient(distill: dict[str, Any], options: dict[
     for max_tokens, size in ((1, 1), (14, 1), (4096, 2), (1, 2)):
         found, others = split_gradient(distill, max_tokens=max_tokens, size=size, options=options)
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
-        assert others == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+        assert others == pytest.approx(metrics, rel=1e-6, abs=1e-12)  # shares are float32
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ DISTILL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "rlsd": {"help": ["feedback"], "form": "advantage_scale"},
     "opid": {"help": ["feedback"], "form": "advantage_add", "weight": 0.001},
     "skill-sd": {"help": ["file"], "form": "k3_ratio", "weight": 0.1},
+    "ucob": {
+        "help": ["file"], "plays": "both", "pairs": "anchor", "support": 32, "tail": False, "gate": "gap",
+        "weight": 0.1,
+    },
 }  # fmt: skip
 """Published methods as settings; what differs from the released code is on docs/algorithms/distill.md."""
 
@@ -70,7 +74,9 @@ class DistillSettings(Settings):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = DISTILL_PRESETS
 
-    preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd"] = "none"
+    preset: Literal["none", "opsd", "sdft", "sdpo", "sdar-released", "rlsd", "opid", "skill-sd", "ucob"] = (
+        "none"
+    )
     help: tuple[HelpSource, ...] = ("tips",)
     plays: Literal["unhelped", "helped", "both"] = "unhelped"
     helped_share: float = Field(0.5, gt=0, lt=1)
@@ -99,6 +105,21 @@ class DistillSettings(Settings):
     exclude_own_group: bool = True
     threshold: float = 1.0
     path: str | None = None
+    pairs: Literal["none", "anchor"] = "none"
+    """With ``anchor``, the turn with the highest return among those of a group that acted on the same
+    observation teaches the context that it was not sampled in (UCOB, arXiv 2606.29502). Part of every group
+    is then sampled with help, and the policy term trains all rollouts in the context of their sampling.
+    """
+    pair_margin: float = Field(0.05, ge=0)
+    """Difference of returns to the turns that are compared, up to which a turn teaches nothing."""
+    pair_scale: float = Field(0.2, gt=0)
+    """Difference of returns that has weight 1."""
+    pair_cap: float = Field(2.0, gt=0)
+    """Largest weight of a difference."""
+    max_pairs: int = Field(2, ge=1)
+    """Most differences of an observation, the largest ones; their weights are added."""
+    pair_gamma: float = Field(0.95, ge=0, le=1)
+    """Discount of the returns per turn."""
 
     @model_validator(mode="before")
     @classmethod
@@ -165,9 +186,23 @@ class DistillSettings(Settings):
             raise ValueError("distill.template needs the mark {help}, where the texts are put")
         if "helped_share" in changed and self.plays != "both":
             raise ValueError("distill.helped_share belongs to plays = both")
+        if self.pairs == "none" and (
+            keys := sorted(key for key in changed if "pair_" in key or key == "max_pairs")
+        ):
+            raise ValueError(f"distill.{keys[0]} belongs to pairs = anchor")
+        if self.pairs != "none":
+            self._validate_pairs()
         if "threshold" in changed and "sibling" not in self.help:
             raise ValueError("distill.threshold belongs to help = sibling")
         return self
+
+    def _validate_pairs(self) -> None:
+        if self.plays != "both":
+            raise ValueError(
+                "distill.pairs = anchor compares rollouts with and without help: set plays = both"
+            )
+        if self.form not in ("divergence", "likelihood") or self.where != "all":
+            raise ValueError("distill.pairs = anchor needs form = divergence or likelihood, and where = all")
 
     def _validate_ratio(self, changed: set[str]) -> None:
         if self.plays != "helped":
@@ -205,6 +240,11 @@ class DistillSettings(Settings):
             raise ValueError(
                 "algorithm.distill.helped_share: in a run with tips, memory_probability and "
                 "off_policy_probability are the shares"
+            )
+        if self.pairs != "none" and (has_tips or algorithm.forks_by_replay):
+            raise ValueError(
+                "algorithm.distill.pairs = anchor needs an algorithm without tips and forks, for example "
+                "algorithm.type = grpo"
             )
         if "demonstration" in self.help and not run.environment.has_experts:
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from outrider.algorithms.base import Algorithm
 from outrider.algorithms.distill import DistillSettings, HelpSource
+from outrider.algorithms.gigpo import step_returns
 from outrider.algorithms.tips import (
     HEADING,
     PLAIN,
@@ -31,13 +32,15 @@ from outrider.files import readable
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part, join_modes
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Insertion, Leaf, Node, Trace, split_contexts
+from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
 from outrider.types import Message, Origin, Task
 
 HELPED: Final = "helped"
 """Part of the mode of rollouts that are sampled with help other than tips."""
 LAST_WORDS: Final = "last_words"
 """Key of the last turn's metadata: the message with which the environment ended the episode."""
+PAIR_WEIGHT: Final = "pair_weight"
+"""Key of a policy node's metadata: its weight as a teacher of the other context (``pairs``)."""
 WITHOUT_HELP: Final = "without_help"
 """Key of the last node's metadata: why the rollout has no help."""
 NO_ROOM: Final = "no_room"
@@ -138,6 +141,30 @@ def find_sibling(trace: Trace, rollout: int, threshold: float) -> list[Node] | N
     return None
 
 
+def weigh_turns(trace: Trace, settings: DistillSettings) -> None:
+    """Write the weights of the turns that teach the other context: of the valid turns of a group that acted
+    on the same observation, the first one with the highest return (UCOB).
+    """
+    turns_by_observation: dict[str, list[tuple[float, Node]]] = {}
+    for leaf, path in trace.scored_rollouts():
+        turns = policy_turns(path)
+        returns = step_returns(path, episode_return=leaf.episode_return or 0.0, gamma=settings.pair_gamma)
+        for turn, value in zip(turns, returns, strict=True):
+            if not turn.node.metadata.get("invalid"):
+                turns_by_observation.setdefault(turn.observation, []).append((value, turn.node))
+    for turns_ in turns_by_observation.values():
+        best, winner = max(turns_, key=lambda turn: turn[0])
+        gaps = sorted((best - value for value, node in turns_ if node is not winner), reverse=True)
+        weight = sum(pair_weight(gap, settings) for gap in gaps[: settings.max_pairs])
+        if weight:
+            winner.metadata[PAIR_WEIGHT] = weight
+
+
+def pair_weight(gap: float, settings: DistillSettings) -> float:
+    """Return the weight of a difference of returns: 0 up to the margin, then proportional up to the cap."""
+    return min(gap / settings.pair_scale, settings.pair_cap) if gap > settings.pair_margin else 0.0
+
+
 # Parts of one help text, which are shortened until the text fits.
 
 
@@ -167,11 +194,15 @@ def with_helped_mode(
 ) -> Sequence[str]:
     """Return the modes of a group's rollouts, marked if they are sampled with help.
 
-    Of the groups of a run, ``helped_share`` are (``plays = "both"``), in exact proportions. In a run with
-    tips, the modes of EMPO² decide instead. ``group`` numbers the groups of the run.
+    Of the groups of a run, ``helped_share`` are (``plays = "both"``), in exact proportions; with ``pairs``,
+    the last rollouts of every group. In a run with tips, the modes of EMPO² decide instead. ``group`` numbers
+    the groups of the run.
     """
     if settings is None or settings.plays == "unhelped" or has_tips:
         return modes
+    if settings.pairs != "none":
+        num_plain = len(modes) - max(1, round(settings.helped_share * len(modes)))
+        return (*modes[:num_plain], *(join_modes(mode, HELPED) for mode in modes[num_plain:]))
     if settings.plays == "both":
         schedule = ModeSchedule(
             memory_probability=settings.helped_share, off_policy_probability=0.0, seed=seed
@@ -219,7 +250,8 @@ class HelpHook(Hook):
 
     def after_group(self, trace: Trace) -> None:
         """Insert help for the teacher into the rollouts that were sampled without it."""
-        if any(has_part(mode, HELPED) for mode in trace.modes):
+        pairs = self.settings.pairs != "none"
+        if any(has_part(mode, HELPED) for mode in trace.modes) and not pairs:
             trace.without_memory = True
         if self.renderer is None or self.settings.plays == "helped":
             return
@@ -229,6 +261,8 @@ class HelpHook(Hook):
             is_plain = tip_mode(mode) == PLAIN and not has_part(mode, HELPED)
             if is_plain and any(node.trainable for node in path):
                 self._insert(trace, leaf, path, self.renderer)
+        if pairs:
+            weigh_turns(trace, self.settings)
 
     def _insert(self, trace: Trace, leaf: Leaf, path: Sequence[Node], renderer: ChatRenderer) -> None:
         longest = max(sum(len(node.token_ids) for node in sample) for sample in split_contexts(path))
@@ -399,6 +433,9 @@ def help_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         f"distill/num_without_help_{reason}": float(reasons[reason])
         for reason in (*_REASONS.values(), NO_ROOM)
     }
+    nodes = {id(node): node for _, _, path in rollouts for node in path}.values()
+    if num_pairs := sum(PAIR_WEIGHT in node.metadata for node in nodes):
+        metrics["distill/num_teaching_turns"] = float(num_pairs)
     sizes = [_num_help_tokens(trace, leaf, path) for trace, leaf, path in rollouts]
     metrics["distill/share_rollouts"] = sum(map(bool, sizes)) / len(sizes)
     if any(sizes):

@@ -195,6 +195,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("num_without_help_no_room", "rollouts",
          "rollouts without help: it exceeds max_help_tokens or the context", "0",
          "algorithm.distill.max_help_tokens; model.context_length"),
+        ("num_teaching_turns", "turns", "turns that teach the context that they were not sampled in (pairs)",
+         "above 0, falls", "algorithm.distill.pair_margin; observations that never repeat"),
         ("gate_mean", "1", "mean gate of the tokens with help", "0.3 to 0.7", "algorithm.distill.gate_beta"),
         ("top_mass_teacher", "1", "probability of the support under the teacher", "above 0.95",
          "algorithm.distill.support"),

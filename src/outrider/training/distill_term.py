@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.algorithms.distill import DistillSettings
+from outrider.algorithms.distill_help import PAIR_WEIGHT
 from outrider.algorithms.distill_losses import (
     bounded,
     distill_losses,
@@ -26,7 +27,7 @@ from outrider.algorithms.distill_losses import (
     scaled_advantages,
 )
 from outrider.algorithms.losses import Measures
-from outrider.trace import Node
+from outrider.trace import Node, without_memory
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.policy import (
     FullTeacher,
@@ -109,6 +110,8 @@ def other_rendering(path: RolloutPath, settings: DistillSettings) -> Sequence[No
     """Return the teacher's rendering of a rollout; None if it has no help."""
     if path.is_replayed:
         return None
+    if settings.pairs != "none":
+        return path.nodes_with_help if path.is_pair else None
     if settings.plays == "both":  # a rollout was sampled in one of the contexts
         return path.nodes_with_tips or path.nodes_with_help
     return path.nodes_with_tips if settings.plays == "helped" else path.nodes_with_help
@@ -128,14 +131,44 @@ def rollouts_with_term(paths: Sequence[RolloutPath], settings: DistillSettings) 
     )
 
 
-def term_mask(batch: PackedBatch, has_term_R: Tensor, *, skip_first: int) -> Tensor:
+def pair_paths(paths: Sequence[RolloutPath]) -> list[RolloutPath]:
+    """Return further rollouts for the turns that teach the other context (``pairs``): rendered in that
+    context, with the sampled one as the teacher's. Other turns are context only.
+    """
+    pairs: list[RolloutPath] = []
+    for path in paths:
+        opposite = path.nodes_with_help
+        if opposite is None and len(bare := without_memory(path.nodes)) < len(path.nodes):
+            opposite = bare
+        if opposite is None or not any(PAIR_WEIGHT in node.metadata for node in path.nodes):
+            continue
+        pairs.append(
+            replace(
+                path,
+                nodes=[_teaching(node) for node in opposite],
+                nodes_with_help=[_teaching(node) for node in path.nodes],
+                rollout_index=len(paths) + len(pairs),
+                is_pair=True,
+            )
+        )
+    return pairs
+
+
+def _teaching(node: Node) -> Node:
+    weight = node.metadata.get(PAIR_WEIGHT)
+    advantages = None if weight is None else (weight,) * len(node.token_ids)
+    return replace(node, credit=advantages, shares=None, owner=None, ratio_scale=1.0)
+
+
+def term_mask(batch: PackedBatch, has_term_R: Tensor, *, skip_first: int, has_pairs: bool = False) -> Tensor:
     """Return a mask [T] of the entries that are distilled: no demonstrations, and not the first tokens of a
-    turn.
+    turn. With pairs, only these have the term, and they are off-policy.
     """
     first_ordinals = torch.full((int(batch.turn_T.max()) + 1,), _MAX_ORDINAL)
     first_ordinals = first_ordinals.scatter_reduce(0, batch.turn_T, batch.ordinal_T, reduce="amin")
     number_T = batch.ordinal_T - first_ordinals[batch.turn_T]
-    return has_term_R[batch.rollout_index_T] & ~batch.is_off_policy_T & (number_T >= skip_first)
+    is_own_T = torch.ones_like(batch.is_off_policy_T) if has_pairs else ~batch.is_off_policy_T
+    return has_term_R[batch.rollout_index_T] & is_own_T & (number_T >= skip_first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

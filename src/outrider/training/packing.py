@@ -30,6 +30,8 @@ class RolloutPath:
         nodes_with_help: nodes of the rendering with help that only the teacher of self-distillation reads.
         succeeded: the environment's verdict.
         is_replayed: whether an earlier policy wrote it.
+        is_pair: whether its turns only teach a context in which they were not sampled; their advantages are
+            their weights, and they are in no policy term.
         first_ordinal: the number of the first trained token, if this is a part of a rollout.
     """
 
@@ -41,6 +43,7 @@ class RolloutPath:
     nodes_with_help: Sequence[Node] | None = None
     succeeded: bool = False
     is_replayed: bool = False
+    is_pair: bool = False
     first_ordinal: int = 0
 
 
@@ -159,7 +162,7 @@ class _Builder:
                     sample = (index, sequence.first_ordinal)
                     ordinal = self.num_trained.get(sample, sequence.first_ordinal)
                     self.num_trained[sample] = ordinal + 1
-                    off_policy = sequence.is_replayed or not node.trainable
+                    off_policy = sequence.is_replayed or sequence.is_pair or not node.trainable
                     # a demonstrator is assumed to have been certain
                     engine = node.logprobs[offset] if node.trainable else 0.0
                     version = -1 if node.weight_version is None else node.weight_version

@@ -276,6 +276,10 @@ def _values_by_rollout(
     result: dict[int, tuple[Floats, Floats]] = {}
     for record in records:
         for rollout in np.unique(record.rollout_T).tolist():
+            if (
+                rollout not in sizes
+            ):  # a pair of self-distillation: the node's own values are those of its rollout
+                continue
             mine = record.rollout_T == rollout
             if rollout not in result:
                 empty = np.full(sizes[rollout], np.nan, np.float32)

@@ -41,6 +41,7 @@ from outrider.training.distill_term import (
     OtherScores,
     TermLosses,
     other_rendering,
+    pair_paths,
     rollouts_with_term,
     score_other,
     term_mask,
@@ -345,27 +346,32 @@ class _Update:
     def prepare(self, paths: Sequence[RolloutPath], number: int) -> _MiniBatch:
         """Pack the rollouts of a mini-batch that have a gradient; the weights count all rollouts."""
         distill = self.objective.distill
-        has_term_R = None if distill is None else rollouts_with_term(paths, distill)
-        trained = _trained_paths(paths, self.objective, has_term_R)
+        has_pairs = distill is not None and distill.pairs != "none"
+        every = [*paths, *pair_paths(paths)] if has_pairs else paths
+        has_term_R = None if distill is None else rollouts_with_term(every, distill)
+        trained = _trained_paths(every, self.objective, has_term_R)
         batches = self._pack(trained)
         term = None
         if distill is not None and has_term_R is not None and distill.form != "ratio" and trained:
-            masks = [term_mask(batch, has_term_R, skip_first=distill.skip_first) for batch in batches]
+            masks = [
+                term_mask(batch, has_term_R, skip_first=distill.skip_first, has_pairs=has_pairs)
+                for batch in batches
+            ]
             term = DistillTerm(
                 settings=distill,
                 has_term_R=has_term_R,
-                succeeded_R=torch.tensor([path.succeeded for path in paths]),
+                succeeded_R=torch.tensor([path.succeeded for path in every]),
                 masks=masks,
-                weights=_distill_weights(paths, self.objective, distill, batches, masks, has_term_R),
+                weights=_distill_weights(every, self.objective, distill, batches, masks, has_term_R),
                 scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / distill.scale_steps),
             )
         return _MiniBatch(
             number=number,
             trained=trained,
             batches=batches,
-            weights=_loss_weights(paths, self.objective, batches) if trained else (),
+            weights=_loss_weights(paths, self.objective, batches, num=len(every)) if trained else (),
             sft_weights=(
-                success_weights(paths, batches, self.policy.ranks)
+                success_weights(every, batches, self.policy.ranks)
                 if trained and self.objective.positive_nll > 0
                 else None
             ),
@@ -728,9 +734,10 @@ def _trained_paths(
 
 
 def _loss_weights(
-    paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch]
+    paths: Sequence[RolloutPath], objective: ObjectiveSettings, batches: Sequence[PackedBatch], *, num: int
 ) -> list[Tensor]:
-    """Token weights of each micro-batch [T], with the denominators of the whole mini-batch.
+    """Token weights of each micro-batch [T], with the denominators of the whole mini-batch, which has ``num``
+    rollouts with those that only teach.
 
     They are counted over all paths, not over the packed ones: a rollout without gradient is not computed, but
     it is part of the mean.
@@ -741,7 +748,7 @@ def _loss_weights(
         )
         for path in paths
     }
-    return _spread_weights(sizes, objective, batches, num=len(paths))
+    return _spread_weights(sizes, objective, batches, num=num)
 
 
 def _spread_weights(
@@ -777,7 +784,7 @@ def _distill_weights(
     whole mini-batch: over the tokens with the term, or over every trained token.
     """
     if distill.over == "all":
-        weights = _loss_weights(paths, objective, batches)
+        weights = _loss_weights(paths, objective, batches, num=len(paths))
     else:
         sizes = {
             path.rollout_index: sum(
@@ -789,7 +796,8 @@ def _distill_weights(
             if has_term_R[path.rollout_index]
         }
         weights = _spread_weights(sizes, objective, batches, num=len(paths))
-    return [weight * mask for weight, mask in zip(weights, masks, strict=True)]
+    factors = [batch.advantages_T if distill.pairs != "none" else 1.0 for batch in batches]
+    return [weight * mask * factor for weight, mask, factor in zip(weights, masks, factors, strict=True)]
 
 
 def success_weights(
