@@ -367,6 +367,7 @@ TITLES: Final = {
     "divergence": "forward KL, played without tips",
     "likelihood": "likelihood of successes with tips",
     "sdar": "SDAR as released",
+    "echo": "ECHO, weight 0.1",
     "control": "control: tips of another house",
 }
 TOKENS: Final = {1: 88_000, 2: 147_000}
@@ -389,6 +390,8 @@ def arm_overrides(arm: str, weight: float) -> tuple[str, ...]:
     if arm == "likelihood":
         # all groups with tips are trained without them; the others are plain
         changes: tuple[str, ...] = ("algorithm.off_policy_probability=1", GRPO[1])
+    elif arm == "echo":
+        changes = (*GRPO, "algorithm.observation_nll=0.1")
     else:
         changes = GRPO
     return (*changes, f"algorithm.distill={{{options[arm]}}}") if arm in options else changes
@@ -424,6 +427,7 @@ def final_arms(pilot: Scores) -> list[Arm]:
         *(Arm(name=key, key=key) for key in ("grpo", "empo2", "empo2-student")),
         *(Arm(name=key, key=key, weight=weights[key]) for key in DISTILLED),
         Arm(name="sdar", key="sdar"),
+        Arm(name="echo", key="echo"),
         Arm(name="control", key=better, weight=weights[better], is_control=True),
     ]
 

@@ -44,6 +44,7 @@ from benchmarks.house_verdict import (
 )
 
 from benchmarks import house_retention
+from outrider.algorithms.base import ObjectiveSettings
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.evaluation.statistics import student_p
@@ -140,13 +141,18 @@ def test_the_pilot_selects_weights_and_the_control() -> None:
     assert best_arm(pilot, names[2:]) == "divergence-1"
     by_name = {arm.name: arm for arm in final_arms(pilot)}
     assert list(by_name) == [
-        "grpo", "empo2", "empo2-student", "divergence", "likelihood", "sdar", "control"
+        "grpo", "empo2", "empo2-student", "divergence", "likelihood", "sdar", "echo", "control"
     ]  # fmt: skip
     assert by_name["divergence"].weight == by_name["likelihood"].weight == 1.0
     assert by_name["control"] == Arm(name="control", key="divergence", weight=1.0, is_control=True)
 
 
-@pytest.mark.parametrize("key", ["grpo", "empo2", "empo2-student", *DISTILLED, "sdar"])
+HAS_ECHO = "observation_nll" in ObjectiveSettings.model_fields
+
+
+@pytest.mark.parametrize(
+    "key", ["grpo", "empo2", "empo2-student", *DISTILLED, "sdar", *(["echo"] if HAS_ECHO else [])]
+)
 def test_every_arm_has_valid_settings(key: str) -> None:
     settings = load_settings(
         RunSettings, file=ROOT / RECIPE, overrides=[*HOUSES, *arm_overrides(key, 0.3), "train.num_steps=1"]
