@@ -21,10 +21,10 @@ from rich.table import Table
 
 from outrider.engines.local.model import load_model, resolve_precision
 from outrider.trace import Node, Trace, without_memory
+from outrider.training.distill_term import score_other
 from outrider.training.packing import RolloutPath, pack
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings
-from outrider.training.update import score_with_tips
 from outrider.types import Message, Origin, Task
 
 PROMPT, ACTION, OBSERVATION, TIP = 200, 12, 30, 20
@@ -148,7 +148,8 @@ def update(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
 
 
 def off_policy(policy: Policy, paths: list[RolloutPath], max_tokens: int) -> int:
-    score_with_tips(policy, paths, max_tokens=max_tokens)
+    renderings = [(path, path.nodes_with_tips) for path in paths]
+    score_other(policy, policy.ranks, renderings, max_tokens=max_tokens)
     extra = sum(
         batch.num_tokens
         for batch in pack(

@@ -20,6 +20,7 @@ from outrider.algorithms.distill_losses import (
 )
 from outrider.config import validate
 from outrider.errors import ConfigError
+from outrider.training.settings import RunSettings
 from tests.vectors import load_vectors
 
 VECTORS = load_vectors("distill")
@@ -329,3 +330,41 @@ def test_presets_are_settings_and_survive_the_run_directory(preset: str) -> None
 def test_settings_without_meaning_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(DistillSettings, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sections", "message"),
+    [
+        (
+            {"teacher": "ema"},
+            {"model": {"lora": {}}},
+            "teacher = ema with model.lora: the mean of two factors",
+        ),
+        (
+            {"teacher": "ema"},
+            {"cluster": {"num_trainers": 2}},
+            "teacher = ema needs cluster.num_trainers = 1",
+        ),
+        (
+            {"support": "all"},
+            {"cluster": {"num_trainers": 2}},
+            "support = all needs cluster.num_trainers = 1",
+        ),
+    ],
+)
+def test_teachers_that_a_run_cannot_have_are_refused(
+    options: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    tree = {
+        "environment": {"type": "factbook"},
+        "algorithm": {"type": "grpo", "distill": {"help": "feedback", **options}},
+    }
+    assert validate(RunSettings, tree).algorithm.needs_reference is False
+    with pytest.raises(ConfigError, match=message):
+        validate(RunSettings, {**tree, **sections})
+
+
+def test_a_frozen_teacher_needs_the_reference() -> None:
+    tree = {"type": "grpo", "distill": {"help": "feedback", "teacher": "frozen"}}
+    run = validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": tree})
+    assert run.algorithm.needs_reference

@@ -389,6 +389,13 @@ def test_counts_and_shares_of_a_step() -> None:
     assert help_metrics([]) == {}
 
 
+def test_rollouts_that_should_have_seen_help_are_counted_too() -> None:
+    options = {"plays": "helped", "form": "likelihood", "max_help_tokens": 9}
+    for texts_, reason in (((), "no_text"), ((TEXT,), "no_room")):
+        [trace] = play([WAIT], [hook_for(options, texts=texts_)], mode=HELPED)
+        assert reasons(trace) == {0: reason} and trace.without_memory
+
+
 # Modes
 
 

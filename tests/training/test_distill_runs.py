@@ -142,3 +142,20 @@ def test_plain_rollouts_write_the_tips_that_their_teacher_reads(recipe: Path) ->
     assert second["distill/share_rollouts"] == 1.0 and second["tips/num_shown"] == 0
     for _, metadata in leaves(run, 2):
         assert metadata["help"][0]["text"].startswith("\n\n<tip>\nNotes from earlier attempts:\n- ")
+
+
+def test_turns_teach_the_context_that_they_were_not_sampled_in(recipe: Path) -> None:
+    run = train(
+        recipe,
+        "ucob",
+        "train.num_steps=1",
+        "algorithm.distill.preset=ucob",
+        "algorithm.distill.path=help.jsonl",
+    )
+    for row, metadata in leaves(run):
+        assert ("helped" in metadata["mode"]) == (row.rollout >= 2) == ("help" not in metadata)
+    rows = TraceReader(run / "traces").read(1)
+    weights = [parse_metadata(row)["pair_weight"] for row in rows if "pair_weight" in parse_metadata(row)]
+    [step] = records(run)
+    assert step["distill/num_teaching_turns"] == len(weights) > 0 and min(weights) > 0.0
+    assert step["distill/loss"] > 0.0 and step["gap/logprob_max"] < 1e-3

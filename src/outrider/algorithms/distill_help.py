@@ -253,13 +253,18 @@ class HelpHook(Hook):
         pairs = self.settings.pairs != "none"
         if any(has_part(mode, HELPED) for mode in trace.modes) and not pairs:
             trace.without_memory = True
-        if self.renderer is None or self.settings.plays == "helped":
+        if self.renderer is None:
             return
         self._fitted = {}
         for leaf, path in trace.scored_rollouts():
             mode = trace.modes[leaf.rollout]
-            is_plain = tip_mode(mode) == PLAIN and not has_part(mode, HELPED)
-            if is_plain and any(node.trainable for node in path):
+            if not any(node.trainable for node in path):
+                continue
+            if has_part(mode, HELPED):
+                if not any(node.origin is Origin.MEMORY for node in path):
+                    parts = [self.task_part(source, trace.task) for source in self.settings.help]
+                    path[-1].metadata[WITHOUT_HELP] = self._reason(parts)
+            elif tip_mode(mode) == PLAIN and self.settings.plays != "helped":
                 self._insert(trace, leaf, path, self.renderer)
         if pairs:
             weigh_turns(trace, self.settings)
@@ -270,16 +275,18 @@ class HelpHook(Hook):
         parts = [self._rollout_part(source, trace, leaf, path, budget) for source in self.settings.help]
         text, source = self._fit(parts, budget)
         if not text:
-            has_text = any(part.lines or part.is_cut for part in parts)
-            path[-1].metadata[WITHOUT_HELP] = (
-                NO_ROOM if has_text else _REASONS.get(self.settings.help[0], NO_ROOM)
-            )
+            path[-1].metadata[WITHOUT_HELP] = self._reason(parts)
             return
         token_ids = renderer.bridge((), [Message(role="inline", content=text)])
         trace.help[leaf.rollout] = tuple(
             Insertion(node_id=node.node_id, offset=offset, token_ids=token_ids, text=text, source=source)
             for node, offset in help_positions(path, renderer.opening)
         )
+
+    def _reason(self, parts: Sequence[_Part]) -> str:
+        """Return why a rollout has no help: no text, or none that fits."""
+        has_text = any(part.lines or part.is_cut for part in parts)
+        return NO_ROOM if has_text else _REASONS.get(self.settings.help[0], NO_ROOM)
 
     def _rollout_part(
         self, source: HelpSource, trace: Trace, leaf: Leaf, path: Sequence[Node], budget: int

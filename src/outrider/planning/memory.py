@@ -231,13 +231,15 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     # rendering a conversation again before a turn may start a new context
     contexts = settings.rollout.max_turns if settings.model.history_thinking == "strip" else 1
     has_several_updates = update.num_mini_batches * update.num_epochs > 1
+    distill = algorithm.distill
+    is_averaged = distill is not None and distill.teacher == "ema"  # a second copy, like a reference
     return Workload(
         training=Training(
             # a longer rollout is a separate micro-batch
             max_tokens=max(update.max_tokens, context * contexts),
             precision=precision,
             checkpointed=update.checkpoint_activations,
-            has_reference=algorithm.needs_reference,
+            has_reference=algorithm.needs_reference or is_averaged,
             lora_rank=None if lora is None else lora.rank,
             lora_targets=() if lora is None else tuple(lora.target_modules),
             trained_layers=settings.model.trained_layers,
@@ -245,7 +247,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         context=context,
         episodes=settings.train.tasks_per_step * algorithm.group_size,
         shares_weights=settings.engine.is_exact,
-        extra_forwards=has_several_updates + algorithm.needs_reference,
+        extra_forwards=has_several_updates + algorithm.needs_reference + (distill is not None),
         contexts=contexts,
         has_vllm=isinstance(engine, VllmSettings),
         engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,

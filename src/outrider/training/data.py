@@ -124,10 +124,12 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
 
 def group_modes(parts: Components, step: int, group: int) -> Sequence[str]:
     """Return the modes of the rollouts of group number ``group`` of a training step."""
-    settings = parts.settings
+    modes, settings = parts.algorithm.modes_of(step, group), parts.settings
+    if (hook := find_help_hook(parts.algorithm)) is None:
+        return modes
     return with_helped_mode(
-        parts.algorithm.modes_of(step, group),
-        settings.algorithm.distill,
+        modes,
+        hook.settings,
         group=step * settings.train.tasks_per_step + group,
         seed=settings.seed,
         has_tips=settings.algorithm.tip_memory is not None,
