@@ -340,7 +340,11 @@ def ceiling_note(seed: int, ledger: Ledger) -> str:
         share = 100 * fmean(helped["scores"].values())
         parts.append(f"{share:.1f} % of {NUM_HELPED} episodes per task succeed with tips")
         num_tasks = len({group for group, _ in helped["rollouts"]})
-        parts.append(f"{len(helped['rollouts'])} successes on {num_tasks} tasks saw tips and are trained on")
+        num_different = len({json.dumps(rollout) for rollout in helped["rollouts"]})
+        parts.append(
+            f"{len(helped['rollouts'])} successes with tips ({num_different} different) on {num_tasks} tasks "
+            "are trained on"
+        )
     if best is None:
         parts.append("no epoch is measured")
     else:

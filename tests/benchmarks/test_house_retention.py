@@ -246,7 +246,7 @@ def test_a_finished_ceiling_loads_no_model(
         "30.0",
     ]
     note = ceiling_note(100, ledger)
-    assert "50.0 % of 16 episodes per task succeed with tips; 1 successes on 1 tasks" in note
+    assert "50.0 % of 16 episodes per task succeed with tips; 1 successes with tips (1 different)" in note
     assert "best A 80.0 % after epoch 8, which passes the line of 25 %." in note
     record = tmp_path / "record.json"
     given = ["--recipe", str(study.recipe), "--out", str(study.out), "--stage", "0", "--status"]
