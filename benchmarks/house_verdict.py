@@ -1,5 +1,5 @@
-"""Rules of :mod:`benchmarks.house_retention`, written before its first run: whether the pilot goes on, which
-weight and which control it selects, and what counts as a win.
+"""Rules of :mod:`benchmarks.house_retention`, written before any arm was trained: whether the pilot goes on,
+which weight and which control it selects, and what counts as a win.
 
 All intervals are Student's 95 % intervals of paired differences over seeds. Panels have 192 episodes, so five
 seeds show a difference of 8 points and do not show one of 4.
