@@ -52,7 +52,7 @@ class DistillSettings(Settings):
     """A term of the loss that pulls the policy towards itself with help, or the use of the difference in the
     advantages.
 
-    ``help``: what the helped context contains, in this order, as much as fits. ``plays``: the context in
+    ``preset``: the values of a published method, which other keys override. ``help``: what the helped context contains, in this order, as much as fits. ``plays``: the context in
     which rollouts are sampled; with ``both``, a share ``helped_share`` of the groups has help. ``form``:
     the use of the difference. ``weight`` is that of the term, ``policy_weight`` that of the policy term
     of rollouts with help, and ``policy_outside`` that of rollouts without help or outside of ``where``.
@@ -67,6 +67,7 @@ class DistillSettings(Settings):
     moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``: return of
     a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or ``match``.
     ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
+    ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest first.
     ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """
 
