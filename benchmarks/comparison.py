@@ -19,11 +19,18 @@ _FREE: Final = frozenset((
 ))  # fmt: skip
 
 
-def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
+def train(
+    run: Path,
+    arguments: Sequence[str],
+    *,
+    last_label: str = "",
+    program: Sequence[str] = ("-m", "outrider", "train"),
+) -> None:
     """Start a run with these arguments (a recipe, then overrides), continue a stopped one, or skip a finished
     one.
 
-    A run is finished if the evaluation ``last_label`` (default: one after training) is recorded.
+    A run is finished if the evaluation ``last_label`` (default: one after training) is recorded. ``program``
+    are the arguments of Python.
 
     Raises:
         ConfigError: if the run was started with other settings.
@@ -39,7 +46,7 @@ def train(run: Path, arguments: Sequence[str], *, last_label: str = "") -> None:
     if done and (run / "report.html").exists():
         return
     target = ["--resume", str(run)] if (run / "config.toml").exists() else [*arguments, "--run", str(run)]
-    subprocess.run([sys.executable, "-m", "outrider", "train", *target], check=True)
+    subprocess.run([sys.executable, *program, *target], check=True)
 
 
 def from_checkpoint(run: Path) -> list[str]:

@@ -53,7 +53,7 @@ def main() -> None:
     shared, own = (
         groups(arguments.groups, arguments.help_tokens, is_shared=is_shared) for is_shared in (True, False)
     )
-    sides = {
+    sides: dict[str, tuple[list[Trace], dict[str, object] | None]] = {
         "without": (shared, None),
         "forward KL, top 64, one help per group": (shared, {"support": 64}),
         "forward KL, top 64, one help per rollout": (own, {"support": 64}),

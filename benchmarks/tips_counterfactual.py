@@ -33,7 +33,7 @@ from outrider.errors import ConfigError, OutriderError
 from outrider.memory.embedders import Embedder, load_embedder
 from outrider.memory.tips import TipMemory
 from outrider.rollout.episode import Sampling
-from outrider.rollout.evaluate import difference_interval, evaluate
+from outrider.rollout.evaluate import Evaluation, difference_interval, evaluate
 from outrider.rollout.hooks import EpisodeState
 from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Trace
@@ -130,32 +130,48 @@ class Play:
     def _panel(
         self, hooks: Sequence[TipHook], mode: str, *, stream_step: int = -1
     ) -> tuple[dict[str, float], float]:
-        settings = self.parts.settings
-        scheduler = Scheduler(
-            engine=self.parts.engine,
-            renderer=self.parts.renderer,
-            factory=self.parts.factory,
-            limits=settings.limits,
-            sampling=Sampling(temperature=settings.evaluation.temperature, stop=self.parts.task_set.stop),
-            run_seed=settings.seed,
-            hooks=tuple(hooks),
-            max_concurrent=settings.num_concurrent,
-            max_retries=settings.train.max_retries,
-        )
-        evaluation, traces = evaluate(
-            scheduler,
-            self.parts.test_tasks,
-            num_samples=settings.evaluation.num_samples,
-            label=mode,
-            step=0,
-            mode=mode,
-            stream_step=stream_step,
+        num_samples = self.parts.settings.evaluation.num_samples
+        evaluation, traces = play_panel(
+            self.parts, self.parts.test_tasks, hooks, mode, num_samples=num_samples, stream_step=stream_step
         )
         paths = [path for trace in traces for _, path in trace.rollouts()]
         num_shown = sum(
             len(n.metadata["tip_ids"]) for path in paths for n in path if n.origin is Origin.MEMORY
         )
         return dict(evaluation.task_scores), num_shown / len(paths)
+
+
+def play_panel(
+    parts: Components,
+    tasks: Sequence[Task],
+    hooks: Sequence[TipHook],
+    mode: str,
+    *,
+    num_samples: int,
+    stream_step: int = -1,
+) -> tuple[Evaluation, list[Trace]]:
+    """Play ``num_samples`` rollouts of every task in one mode of tips, at the evaluation's temperature."""
+    settings = parts.settings
+    scheduler = Scheduler(
+        engine=parts.engine,
+        renderer=parts.renderer,
+        factory=parts.factory,
+        limits=settings.limits,
+        sampling=Sampling(temperature=settings.evaluation.temperature, stop=parts.task_set.stop),
+        run_seed=settings.seed,
+        hooks=tuple(hooks),
+        max_concurrent=settings.num_concurrent,
+        max_retries=settings.train.max_retries,
+    )
+    return evaluate(
+        scheduler,
+        tasks,
+        num_samples=num_samples,
+        label=mode,
+        step=0,
+        mode=mode,
+        stream_step=stream_step,
+    )
 
 
 def play_seed(settings: RunSettings, *, num_rounds: int) -> dict[str, Any]:
