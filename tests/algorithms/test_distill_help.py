@@ -24,6 +24,7 @@ from outrider.algorithms.distill_help import (
 )
 from outrider.algorithms.exploration import Empo2, Empo2Settings
 from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.prefix import PrefixHook
 from outrider.algorithms.tips import MemorySettings, TipHook, render_tips
 from outrider.config import load_settings, validate
 from outrider.engines.base import Request
@@ -447,6 +448,11 @@ def test_the_hook_comes_before_that_of_the_tips_if_own_tips_are_excluded(tmp_pat
     plain = Grpo(GrpoSettings())
     add_help_hook(plain, count_tokens=len)
     assert find_help_hook(plain) is None and not plain.hooks
+    # Rollouts are shown help at their prompt, in front of a prefix.
+    options = {"help": "demonstration", "plays": "helped", "exclude_own_group": False}
+    guided = Grpo(validate(GrpoSettings, {"prefix": {}, "distill": options}))
+    add_help_hook(guided, count_tokens=len)
+    assert [type(hook) for hook in guided.hooks] == [HelpHook, PrefixHook]
 
 
 def test_a_file_without_text_or_with_too_much_is_reported() -> None:

@@ -398,7 +398,9 @@ def add_help_hook(algorithm: Algorithm, *, count_tokens: Callable[[str], int]) -
         tips=next((item for item in algorithm.hooks if isinstance(item, TipHook)), None),
         texts=() if settings.path is None else read_help_file(Path(settings.path)),
     )
-    algorithm.hooks = (hook, *algorithm.hooks) if settings.exclude_own_group else (*algorithm.hooks, hook)
+    # Without tips, help comes first: a prefix executes turns, and help is shown at the prompt.
+    is_first = settings.exclude_own_group or hook.tips is None
+    algorithm.hooks = (hook, *algorithm.hooks) if is_first else (*algorithm.hooks, hook)
 
 
 def find_help_hook(algorithm: Algorithm) -> HelpHook | None:

@@ -82,6 +82,11 @@ class LamerSettings(ObjectiveSettings):
                 "positive_nll imitates all turns of a solved rollout, also those of its failed episodes: "
                 "remove it"
             )
+        if self.distill is not None:
+            raise ValueError(
+                "algorithm.distill compares a context with help and one without, and a rollout of lamer has "
+                "several contexts, with reflections: remove [algorithm.distill]"
+            )
         return self
 
     def validate_run(self, run: "RunSettings") -> None:

@@ -737,7 +737,9 @@ def _trained_paths(
         trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
-        if observes := objective.observation_nll > 0 and any(node.body_positions for node in path.nodes):
+        # A pair repeats a rollout in another context: its observations are scored in the sampled one.
+        observes = objective.observation_nll > 0 and not path.is_pair
+        if observes := observes and any(node.body_positions for node in path.nodes):
             path = replace(path, scores_observations=True)
         trains_all = trains_all or is_distilled or observes
         has_signal = has_policy_term and any(any(values) for values in advantages)
