@@ -421,6 +421,8 @@ def test_several_episodes_do_not_fork() -> None:
         ({"advantage": "pass_at_k", "pass_k": 2}, "compares returns of turns"),
         ({"anchor": "state", "advantage": "leave_one_out"}, "centres both of its parts"),
         ({"positive_nll": 0.1}, "also those of its failed episodes"),
+        # Without help, a rollout would lose its reflections, too: they are memory nodes like help.
+        ({"distill": {"help": "demonstration", "plays": "helped"}}, "has several contexts, with reflections"),
     ],
 )
 def test_settings_that_contradict_the_method_are_refused(options: dict[str, Any], message: str) -> None:

@@ -4,6 +4,7 @@ what is refused.
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -238,6 +239,7 @@ def run(
     factory: Factory | None = None,
     max_concurrent: int = 8,
     size: int = 3,
+    marks_observations: bool = False,
     **options: Any,
 ) -> RolloutReport:
     hook.prepare([TASK], [(GUIDED,) * size], play=play_of({TASK.key: steps()}))
@@ -245,6 +247,7 @@ def run(
     runs = scheduler(
         engine, factory or make_factory(), hooks=(hook,), max_concurrent=max_concurrent, **options
     )
+    runs = replace(runs, marks_observations=marks_observations)
     return runs.run([TASK], modes=(GUIDED,) * size, training_step=1)
 
 
@@ -279,6 +282,14 @@ def test_siblings_share_the_prefix_and_every_environment_replays_it() -> None:
         limits=Limits(step_timeout_s=60), stop=(".",), run_seed=0, context_length=4096, training_step=1,
     )  # fmt: skip
     assert [node.token_ids for node in paths[0][:5]] == [node.token_ids for node in whole.nodes[:5]]
+
+
+def test_no_observation_of_a_prefix_is_trained() -> None:
+    """With ``observation_nll``, those after the policy's own turns are."""
+    [trace] = run(starting_at(2), marks_observations=True).traces
+    for _, path in trace.rollouts():
+        marked = [bool(node.body_positions) for node in path if node.origin is Origin.ENVIRONMENT]
+        assert marked == [False, False, True]
 
 
 def test_the_tree_does_not_depend_on_concurrency_and_on_retries() -> None:

@@ -91,13 +91,17 @@ def test_padding_writes_into_no_slot_of_a_rollout(model):
         torch.testing.assert_close(after[moved[ids], :, :length], keys[slot, :, :length])
 
 
-def test_a_grown_or_freed_cache_is_captured_again(model):
+def test_a_grown_or_freed_cache_and_new_weights_are_captured_again(model):
     plain, graphs = _engines(model)
     for requests in (_requests(2), _requests(6)):
         assert [one.token_ids for one in graphs.generate(requests)] == [
             one.token_ids for one in plain.generate(requests)
         ]
     before = graphs._graphs.num_captured
+    graphs.load(1)
+    assert not graphs._graphs._captured
+    graphs.generate(_requests(2))
+    assert graphs._graphs._captured
     graphs.free_cache()
     assert not graphs._graphs._captured
     graphs.generate(_requests(2))

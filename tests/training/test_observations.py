@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.distill_help import PAIR_WEIGHT
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.config import validate
 from outrider.errors import ConfigError
@@ -193,6 +194,25 @@ def test_it_is_added_to_sampled_forms_of_self_distillation(max_tokens: int) -> N
     added = gradients_of(plain, 0.1 * written_nll(plain, rollout_paths(traces)))
     total = {name: added[name] + value for name, value in gradients[0].items()}
     assert_equal_gradients(gradients[1], total)
+
+
+def test_a_pair_of_self_distillation_repeats_no_observation() -> None:
+    """Its rollout's observations are scored in the context in which they were made."""
+    distill = {
+        "help": "file", "path": "x", "plays": "both", "pairs": "anchor", "form": "likelihood", "gate": "gap",
+    }  # fmt: skip
+    objective = validate(
+        ObjectiveSettings, {"observation_nll": 0.1, "sampler_correction": "none", "distill": distill}
+    )
+    trace = group((20, 21), (22, 23, 24), returns=(0.0, 0.0))
+    (_, path), _ = trace.rollouts()
+    trace.help[0] = (Insertion(node_id=path[0].node_id, offset=3, token_ids=(20, 9), text="", source="file"),)
+    path[1].metadata[PAIR_WEIGHT] = 1.0
+    policy = Recorder(tiny_model(dtype=torch.float64))
+    report = update(policy, [trace], objective=objective, settings=UpdateSettings(), reference=None)
+    assert report.metrics["distill/num_tokens"] == 2.0
+    nll = written_nll(eager(tiny_model(dtype=torch.float64)), rollout_paths([trace]))
+    assert report.metrics["loss/observation_nll"] == pytest.approx(nll.item(), rel=1e-9)
 
 
 def test_a_divergence_beside_it_is_refused() -> None:

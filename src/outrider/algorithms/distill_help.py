@@ -32,7 +32,7 @@ from outrider.files import readable
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part, join_modes
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import REFLECTIONS, Insertion, Leaf, Node, Trace, policy_turns, split_contexts
+from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
 from outrider.types import Message, Origin, Task
 
 HELPED: Final = "helped"
@@ -398,7 +398,7 @@ def add_help_hook(algorithm: Algorithm, *, count_tokens: Callable[[str], int]) -
         tips=next((item for item in algorithm.hooks if isinstance(item, TipHook)), None),
         texts=() if settings.path is None else read_help_file(Path(settings.path)),
     )
-    # Before hooks that play a beginning, because help stands in front of the first turn.
+    # Without tips, help comes first: a prefix executes turns, and help is shown at the prompt.
     is_first = settings.exclude_own_group or hook.tips is None
     algorithm.hooks = (hook, *algorithm.hooks) if is_first else (*algorithm.hooks, hook)
 
@@ -451,9 +451,7 @@ def help_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["distill/help_tokens"] = fmean(filter(None, sizes))
     returns: dict[bool, list[float]] = {True: [], False: []}
     for _, leaf, path in rollouts:
-        # A reflection (LaMer) is shown like help, after an episode that failed.
-        is_helped = any(node.origin is Origin.MEMORY and REFLECTIONS not in node.metadata for node in path)
-        returns[is_helped].append(leaf.episode_return or 0.0)
+        returns[any(node.origin is Origin.MEMORY for node in path)].append(leaf.episode_return or 0.0)
     if returns[True] and returns[False]:
         metrics["distill/return_helped"] = fmean(returns[True])
         metrics["distill/return_unhelped"] = fmean(returns[False])

@@ -594,9 +594,11 @@ def episode_outcome(result: StepResult, *, is_cut: bool = False, is_answer: bool
 def share_prefix(trace: Trace, node: Node) -> Node:
     """Return the node of a sibling that equals ``node``, the newest of the trace, which is removed then.
 
-    No rollout owns the node: which one comes first depends on the speed of tools.
+    No rollout owns the node: which one comes first depends on the speed of tools. Observations of a prefix
+    are context only, also for ``observation_nll``.
     """
     node.metadata.pop("rollout", None)
+    node.metadata.pop(BODY, None)
     node.metadata["is_prefix"] = True
     for other in trace.nodes[:-1]:
         if (other.parent, other.origin, other.token_ids) == (node.parent, node.origin, node.token_ids):

@@ -741,7 +741,7 @@ def _trained_paths(
         trains_all = max(objective.kl_weight, objective.entropy_bonus) > 0 or (
             objective.positive_nll > 0 and path.succeeded and not path.is_replayed
         )
-        # A pair has the observations of its rollout, which count once.
+        # A pair repeats a rollout in another context: its observations are scored in the sampled one.
         observes = objective.observation_nll > 0 and not path.is_pair
         if observes := observes and any(node.body_positions for node in path.nodes):
             path = replace(path, scores_observations=True)

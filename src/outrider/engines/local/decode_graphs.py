@@ -33,8 +33,8 @@ class _Captured:
 class DecodeGraphs:
     """Captures and replays decoding steps of one model on a GPU.
 
-    Graphs read the weights in place, so they stay valid when weights change. They refer to the cache's
-    tensors: a cache that has grown or was freed is captured again.
+    Graphs refer to the tensors of weights and cache: call :meth:`drop` when weights may have been replaced. A
+    cache that has grown or was freed is captured again.
     """
 
     def __init__(self, language_model: LanguageModel) -> None:

@@ -214,6 +214,7 @@ class LocalEngine(_Engine):
         self.weight_version = version
         self._packed.drop()
         self._few_rows.drop()
+        self._graphs.drop()  # the new weights may be other tensors
         self._slots = [(None, ()) for _ in self._slots]
 
     def free_cache(self) -> None:
