@@ -308,6 +308,8 @@ EARLIER_RETURN: Final = "earlier_return"
 """Key of the same metadata: the return of the episode before."""
 REFLECTION: Final = "reflection"
 """Key of the metadata of a reflection that is a turn of the rollout, and of the message that requests it."""
+REFLECTIONS: Final = "num_reflections"
+"""Key of a memory node's metadata: how many reflections on earlier episodes it shows."""
 
 
 def split_episodes(path: Sequence[Node]) -> list[Sequence[Node]]:

@@ -39,7 +39,7 @@ from outrider.rollout.hooks import Hook
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
-from outrider.trace import Leaf, Node, Trace, with_help, without_memory
+from outrider.trace import REFLECTIONS, Leaf, Node, Trace, with_help, without_memory
 from outrider.training.settings import RunSettings
 from outrider.training.step_metrics import Advice
 from outrider.types import Message, Origin, Outcome, Role, Task
@@ -387,6 +387,9 @@ def test_counts_and_shares_of_a_step() -> None:
     assert (values["distill/return_helped"], values["distill/return_unhelped"]) == (1.0, 0.5)
     assert values["distill/share_rollouts"] == pytest.approx(2 / 3)
     assert all(declared_metric(name) for name in values)
+    [memory] = [node for node in shown.nodes if node.origin is Origin.MEMORY]
+    memory.metadata[REFLECTIONS] = 1  # LaMer shows reflections, which are no help
+    assert "distill/return_helped" not in help_metrics([first, shown])
     assert help_metrics([]) == {}
 
 
@@ -445,6 +448,10 @@ def test_the_hook_comes_before_that_of_the_tips_if_own_tips_are_excluded(tmp_pat
         assert kinds == ([HelpHook, TipHook] if excludes else [TipHook, HelpHook])
         found = find_help_hook(algorithm)
         assert found is not None and found.tips is algorithm.tips
+    section = {"help": "demonstration", "plays": "helped", "exclude_own_group": False}
+    guided = Grpo(validate(GrpoSettings, {"prefix": {}, "distill": section}))
+    add_help_hook(guided, count_tokens=len)
+    assert [type(hook) for hook in guided.hooks] == [HelpHook, PrefixHook]  # help stands before the prefix
     plain = Grpo(GrpoSettings())
     add_help_hook(plain, count_tokens=len)
     assert find_help_hook(plain) is None and not plain.hooks
@@ -498,6 +505,8 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, FILE | {"pair_margin": 0.1}, {}, "belongs to pairs = anchor"),
         ({}, FILE | UCOB | {"form": "ratio"}, {}, "form = ratio"),
         ({}, FILE | UCOB | {"where": "failed"}, {}, "where = all"),
+        ({}, FILE | UCOB | {"policy_weight": 0}, {}, "set policy_outside"),
+        ({}, {"help": "sibling"}, {"type": "gigpo", "group_size": 1}, "no rollout has a sibling"),
         ({}, FILE | UCOB, {"type": "arpo"}, "without tips and forks"),
         ({}, UCOB | {"help": "tips"}, EMPO2, "without tips and forks"),
         ({}, {"help": []}, {}, "at least one"),
@@ -507,6 +516,8 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, {"help": "feedback", "threshold": 0.2}, {}, "belongs to help = sibling"),
         ({}, {"help": "sibling", "plays": "both"}, {}, "cannot be shown before it is"),
         ({}, FILE | {"plays": "both", "form": "likelihood"}, {}, "no teacher"),
+        ({}, FILE | {"plays": "helped"}, {"type": "lamer"}, "shows the reflections in the same way"),
+        ({}, FILE | {"plays": "both"}, {"type": "rollout_replay"}, "stored groups keep it"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(
@@ -525,6 +536,8 @@ def test_settings_that_work_are_accepted() -> None:
         {"type": "empo2", "distill": {"plays": "both"}},
         {"type": "empo2", "memory_probability": 0, "distill": {}},
         {"type": "combined", "tips": {}, "distill": {"help": ["tips", "sibling"]}},
+        {"type": "lamer", "distill": {"help": "sibling"}},
+        {"type": "rollout_replay", "distill": FILE | UCOB},
     ):
         validate(RunSettings, {**RUN, "algorithm": {"type": "grpo", **algorithm}})
 

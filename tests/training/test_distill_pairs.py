@@ -20,7 +20,7 @@ from outrider.algorithms.distill_help import (
 )
 from outrider.algorithms.distill_losses import distill_losses, divergence_per_token, gates
 from outrider.config import validate
-from outrider.trace import Insertion, Leaf, Node, Trace, with_help
+from outrider.trace import BODY, Insertion, Leaf, Node, Trace, with_help
 from outrider.training.distill_term import pair_paths
 from outrider.training.settings import UpdateSettings
 from outrider.training.step_records import values_by_node
@@ -228,12 +228,15 @@ def test_pairs_change_no_other_term() -> None:
         for node in trace.nodes:
             if node.trainable:
                 node.credit = (1.0, -0.5, 0.25)
+            if node.origin is Origin.ENVIRONMENT:
+                node.metadata[BODY] = [[0, len(node.token_ids)]]
         chosen = None if weight is None else likelihood(pair_gamma=1.0, weight=weight)
         if chosen is not None:
             weigh_turns(trace, chosen)
         policy = Recorder(tiny_model(dtype=torch.float64))
         report = update(
-            policy, [trace], objective=ObjectiveSettings(distill=chosen, positive_nll=0.3, entropy_bonus=0.1),
+            policy, [trace], objective=ObjectiveSettings(distill=chosen, positive_nll=0.3, entropy_bonus=0.1,
+                                                         observation_nll=0.2),
             settings=UpdateSettings(max_logprob_gap=99.0), reference=None,
         )  # fmt: skip
         metrics.append((report.metrics, policy.gradients[0]))

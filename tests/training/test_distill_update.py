@@ -282,6 +282,25 @@ def test_scaled_advantages_and_their_schedule() -> None:
         assert slope == pytest.approx(-2.0 * (1.0 - scale + scale * 1.2), rel=1e-12)
 
 
+def test_the_schedule_counts_training_steps_and_the_head_is_copied_once() -> None:
+    """An update with two mini-batches makes two steps of the optimizer."""
+    student, helped = tensor([[0.0, 1.0]]), tensor([[0.5, -0.5]])
+    two = UpdateSettings(num_mini_batches=2, max_logprob_gap=1e9)
+    traces = [group(num=1, key=key) for key in ("a", "b")]
+    for trace in traces:
+        add_rollout(trace, [[0]], is_helped=False, advantage=2.0)
+    policy = TablePolicy(student, helped, [[0]])
+    policy.num_steps = 50  # after 25 of 50 training steps
+    run(policy, traces, objective({"form": "advantage_scale"}), two)
+    slope = float(policy.gradient[0, 0] / (1.0 - student.softmax(-1)[0, 0]))
+    assert slope == pytest.approx(2 * -2.0 * (0.75 + 0.25 * 1.2), rel=1e-12)
+
+    policy, copies = TablePolicy(student, helped, [[0]]), list[nn.Module]()
+    policy.frozen_head = lambda: copies.append(nn.Identity()) or copies[-1]  # type: ignore[method-assign, func-returns-value]
+    run(policy, traces, objective({"support": "all"}), two)
+    assert len(copies) == 1
+
+
 def test_a_centred_gate_has_the_mean_of_the_mini_batch() -> None:
     """Of all of its micro-batches: a token that the teacher likes less than the mean is pushed down."""
     student, helped = tensor([[0.0, 1.0, 0.3]]), tensor([[0.5, -0.5, 0.1]])

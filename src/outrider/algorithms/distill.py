@@ -20,6 +20,15 @@ Form = Literal[
 HelpSource = Literal["tips", "sibling", "feedback", "demonstration", "file"]
 _SAMPLED_ON_POLICY: Final = ("reverse_kl", "k3_ratio", "advantage_add", "advantage_scale")
 _WITHOUT_WEIGHT: Final = ("ratio", "advantage_scale")
+_WITHOUT_TERM: Final = ("ratio", "advantage_add", "advantage_scale")
+_OF_THE_TERM: Final[Mapping[str, tuple[Form, ...]]] = {
+    "gate": ("divergence", "reverse_kl", "likelihood", "k3_ratio"),
+    "over": ("divergence", "reverse_kl", "likelihood", "k3_ratio"),
+    "step_ratio_cap": ("divergence", "reverse_kl", "likelihood"),
+    "max_gap": ("reverse_kl", "advantage_add"),
+    "discount": ("reverse_kl", "advantage_add"),
+}
+"""Keys with the forms that read them."""
 
 DISTILL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
@@ -52,23 +61,24 @@ class DistillSettings(Settings):
     """A term of the loss that pulls the policy towards itself with help, or the use of the difference in the
     advantages.
 
-    ``preset``: the values of a published method, which other keys override. ``help``: what the helped context contains, in this order, as much as fits. ``plays``: the context in
-    which rollouts are sampled; with ``both``, a share ``helped_share`` of the groups has help. ``form``:
-    the use of the difference. ``weight`` is that of the term, ``policy_weight`` that of the policy term
-    of rollouts with help, and ``policy_outside`` that of rollouts without help or outside of ``where``.
-    ``alpha`` of the divergence: 0 is KL(teacher, student), 1 KL(student, teacher), values between are the
-    generalised Jensen-Shannon divergence. ``support``: the teacher's most likely tokens, or all;
-    ``tail``: the other tokens are one more token, otherwise the support is renormalised. ``gate``: weight
-    sigma(``gate_beta`` gap) per token, or less its mean over the mini-batch. ``over``: the mean is over
-    the tokens with help, or over all trained tokens. ``skip_first``: tokens of every turn that have no
-    term. ``max_gap`` bounds gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the
-    start of the update. ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and
-    ``scale_steps`` belong to ``advantage_scale``. ``teacher``: the policy at the start of the step, a
-    moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``: return of
-    a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or ``match``.
-    ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
-    ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest first.
-    ``exclude_own_group``: tips of a group's own episodes are not among its help.
+    ``preset``: the values of a published method, which other keys override. ``help``: what the helped
+    context contains, in this order, as much as fits. ``plays``: the context in which rollouts are
+    sampled; with ``both``, a share ``helped_share`` of the groups has help. ``form``: the use of the
+    difference. ``weight`` is that of the term, ``policy_weight`` that of the policy term of rollouts with
+    help, and ``policy_outside`` that of rollouts without help or outside of ``where``. ``alpha`` of the
+    divergence: 0 is KL(teacher, student), 1 KL(student, teacher), values between are the generalised
+    Jensen-Shannon divergence. ``support``: the teacher's most likely tokens, or all; ``tail``: the other
+    tokens are one more token, otherwise the support is renormalised. ``gate``: weight sigma(``gate_beta``
+    gap) per token, or less its mean over the mini-batch. ``over``: the mean is over the tokens with help,
+    or over all trained tokens. ``skip_first``: tokens of every turn that have no term. ``max_gap`` bounds
+    gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the start of the update.
+    ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and ``scale_steps``, the
+    training steps in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy
+    at the start of the step, a moving average with ``teacher_rate``, or the policy at the start of the
+    run. ``threshold``: return of a sibling that counts as a success. ``path``: JSON lines with ``text``
+    and ``task`` or ``match``. ``template`` is the text around ``{help}``; tips alone look as in rollouts
+    that see them. ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest
+    first. ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"path"})
@@ -144,8 +154,16 @@ class DistillSettings(Settings):
             keys := sorted(changed & {"scale", "scale_band", "scale_steps"})
         ):
             raise ValueError(f"distill.{keys[0]} belongs to form = advantage_scale")
-        if self.form not in ("reverse_kl", "advantage_add") and "discount" in changed:
-            raise ValueError("distill.discount belongs to form = reverse_kl or advantage_add")
+        for key, forms in _OF_THE_TERM.items():
+            if key in changed and self.form not in forms and self.form != "ratio":
+                raise ValueError(f"distill.{key} belongs to form = {', '.join(forms[:-1])} or {forms[-1]}")
+        if self.form == "advantage_scale" and "weight" in changed:
+            raise ValueError("distill.weight has no effect on form = advantage_scale: set scale")
+        if self.form in ("advantage_add", "advantage_scale") and self.policy_weight == 0.0:
+            raise ValueError(
+                f"distill.policy_weight = 0 with form = {self.form}: the gaps are part of the policy term, "
+                "so nothing would be learned from them"
+            )
         if self.form in _SAMPLED_ON_POLICY and self.plays != "unhelped":
             raise ValueError(
                 f"form = {self.form} samples the context that is trained: rollouts of the other one need "
@@ -204,6 +222,11 @@ class DistillSettings(Settings):
             )
         if self.form not in ("divergence", "likelihood") or self.where != "all":
             raise ValueError("distill.pairs = anchor needs form = divergence or likelihood, and where = all")
+        if self.policy_weight != 1.0:
+            raise ValueError(
+                "distill.policy_weight has no effect with pairs = anchor, whose term is that of added turns: "
+                "set policy_outside, the weight of the policy term of all rollouts"
+            )
 
     def _validate_ratio(self, changed: set[str]) -> None:
         if self.plays != "helped":
@@ -246,6 +269,11 @@ class DistillSettings(Settings):
             raise ValueError(
                 "algorithm.distill.pairs = anchor needs an algorithm without tips and forks, for example "
                 "algorithm.type = grpo"
+            )
+        if "sibling" in self.help and algorithm.group_size == 1:
+            raise ValueError(
+                "algorithm.distill.help = sibling with algorithm.group_size = 1: no rollout has a sibling; "
+                "set group_size above 1"
             )
         if "demonstration" in self.help and not run.environment.has_experts:
             raise ValueError(
@@ -296,7 +324,7 @@ class DistillSettings(Settings):
     @property
     def has_term(self) -> bool:
         """Whether the loss has a term of its own."""
-        return self.form not in ("ratio", "advantage_add", "advantage_scale")
+        return self.form not in _WITHOUT_TERM
 
     @property
     def needs_gradient_without_advantage(self) -> bool:

@@ -32,7 +32,7 @@ from outrider.files import readable
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part, join_modes
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
+from outrider.trace import REFLECTIONS, Insertion, Leaf, Node, Trace, policy_turns, split_contexts
 from outrider.types import Message, Origin, Task
 
 HELPED: Final = "helped"
@@ -451,7 +451,9 @@ def help_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         metrics["distill/help_tokens"] = fmean(filter(None, sizes))
     returns: dict[bool, list[float]] = {True: [], False: []}
     for _, leaf, path in rollouts:
-        returns[any(node.origin is Origin.MEMORY for node in path)].append(leaf.episode_return or 0.0)
+        # A reflection (LaMer) is shown like help, after an episode that failed.
+        is_helped = any(node.origin is Origin.MEMORY and REFLECTIONS not in node.metadata for node in path)
+        returns[is_helped].append(leaf.episode_return or 0.0)
     if returns[True] and returns[False]:
         metrics["distill/return_helped"] = fmean(returns[True])
         metrics["distill/return_unhelped"] = fmean(returns[False])

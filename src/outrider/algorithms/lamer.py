@@ -31,7 +31,7 @@ from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.tips import last_words
 from outrider.environments.base import EpisodeResult
 from outrider.rollout.hooks import EpisodeState, Splice, StatelessHook
-from outrider.trace import EARLIER_RETURN, REFLECTION, Node, Trace, policy_turns, split_episodes
+from outrider.trace import EARLIER_RETURN, REFLECTION, REFLECTIONS, Node, Trace, policy_turns, split_episodes
 from outrider.types import Message, Origin
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class LamerHook(StatelessHook):
         if state.turn != state.first_turn or not shown:
             return ()
         text = "\n\n" + "\n".join([HEADING, *shown])
-        return [Splice(origin=Origin.MEMORY, text=text, metadata={"num_reflections": len(shown)})]
+        return [Splice(origin=Origin.MEMORY, text=text, metadata={REFLECTIONS: len(shown)})]
 
 
 def returns_to_go(
@@ -267,7 +267,7 @@ def _measure(
         "lamer/episodes": [float(len(episodes)) for _, episodes in scored],
         "lamer/solved_first": [float(leaf.success and len(episodes) == 1) for leaf, episodes in scored],
         "lamer/shown_fraction": [
-            float(any("num_reflections" in node.metadata for node in nodes))
+            float(any(REFLECTIONS in node.metadata for node in nodes))
             for _, episodes in scored
             for nodes in episodes[1:]
         ],

@@ -212,6 +212,11 @@ class RolloutReplaySettings(ObjectiveSettings):
                 "replay_baseline = median compares returns, and advantage = pass_at_k reads successes: set "
                 "replay_baseline = group"
             )
+        if (distill := self.distill) is not None and distill.plays != "unhelped" and distill.pairs == "none":
+            raise ValueError(
+                f"distill.plays = {distill.plays} trains rollouts without the help that they were shown, and "
+                "stored groups keep it: set plays = unhelped, or use another algorithm"
+            )
         changed = [
             name
             for name in ("max_age", "replayed_rollouts", "replay_baseline", "replay_rise_steps")

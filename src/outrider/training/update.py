@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.distill import DistillSettings
@@ -336,6 +336,7 @@ class _Update:
     teacher: Scorer
     on_batch: Callable[[int], None]
     version: int | None
+    head: nn.Module | None = None  # the teacher's, see DistillTerm
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
@@ -354,6 +355,8 @@ class _Update:
         batches = self._pack(trained)
         term = None
         if distill is not None and has_term_R is not None and distill.form != "ratio" and trained:
+            # `scale_steps` are training steps, `num_steps` are steps of the optimizer.
+            num_scale_steps = distill.scale_steps * self.settings.num_mini_batches * self.settings.num_epochs
             masks = [
                 term_mask(batch, has_term_R, skip_first=distill.skip_first, has_pairs=has_pairs)
                 for batch in batches
@@ -364,7 +367,7 @@ class _Update:
                 succeeded_R=torch.tensor([path.succeeded for path in every]),
                 masks=masks,
                 weights=_distill_weights(every, self.objective, distill, batches, masks, has_term_R),
-                scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / distill.scale_steps),
+                scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / num_scale_steps),
             )
         return _MiniBatch(
             number=number,
@@ -415,7 +418,8 @@ class _Update:
                 self.teacher, policy.ranks, renderings, max_tokens=max_tokens, support=support
             )
         if support == "all":
-            term.head = self.teacher.frozen_head()
+            # One copy for all mini-batches, made before the first step.
+            term.head = self.head = self.head or self.teacher.frozen_head()
         if settings.gate == "gap_centered":
             assert mini_batch.old_scores is not None
             term.measure_gate(mini_batch.batches, mini_batch.old_scores, policy.ranks)
