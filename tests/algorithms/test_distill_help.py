@@ -516,7 +516,7 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, {"help": "feedback", "threshold": 0.2}, {}, "belongs to help = sibling"),
         ({}, {"help": "sibling", "plays": "both"}, {}, "cannot be shown before it is"),
         ({}, FILE | {"plays": "both", "form": "likelihood"}, {}, "no teacher"),
-        ({}, FILE | {"plays": "helped"}, {"type": "lamer"}, "shows the reflections in the same way"),
+        ({}, {"help": "sibling"}, {"type": "lamer"}, "remove [algorithm.distill]"),
         ({}, FILE | {"plays": "both"}, {"type": "rollout_replay"}, "stored groups keep it"),
     ],
 )  # fmt: skip
@@ -536,7 +536,6 @@ def test_settings_that_work_are_accepted() -> None:
         {"type": "empo2", "distill": {"plays": "both"}},
         {"type": "empo2", "memory_probability": 0, "distill": {}},
         {"type": "combined", "tips": {}, "distill": {"help": ["tips", "sibling"]}},
-        {"type": "lamer", "distill": {"help": "sibling"}},
         {"type": "rollout_replay", "distill": FILE | UCOB},
     ):
         validate(RunSettings, {**RUN, "algorithm": {"type": "grpo", **algorithm}})
