@@ -509,6 +509,7 @@ UCOB = {"plays": "both", "pairs": "anchor"}
         ({}, {"help": "feedback", "threshold": 0.2}, {}, "belongs to help = sibling"),
         ({}, {"help": "sibling", "plays": "both"}, {}, "cannot be shown before it is"),
         ({}, FILE | {"plays": "both", "form": "likelihood"}, {}, "no teacher"),
+        ({}, {"help": "sibling"}, {"type": "lamer"}, "remove [algorithm.distill]"),
         ({}, FILE | {"plays": "both"}, {"type": "rollout_replay"}, "stored groups keep it"),
     ],
 )  # fmt: skip
