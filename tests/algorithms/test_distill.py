@@ -297,6 +297,13 @@ def test_the_released_sdar_loss_pushes_no_sampled_token_down() -> None:
 # Settings
 
 
+def test_the_divergence_of_a_preset_does_not_apply_to_another_form() -> None:
+    chosen = validate(DistillSettings, {"preset": "sdpo", "form": "reverse_kl"})
+    assert (chosen.alpha, chosen.support, chosen.teacher) == (0.0, 64, "ema")
+    with pytest.raises(ConfigError, match="alpha belongs to form = divergence"):
+        validate(DistillSettings, {"preset": "sdpo", "form": "reverse_kl", "alpha": 0.5})
+
+
 @pytest.mark.parametrize("preset", DISTILL_PRESETS)
 def test_presets_are_settings_and_survive_the_run_directory(preset: str) -> None:
     path = {"path": "help.jsonl"} if "file" in DISTILL_PRESETS[preset].get("help", []) else {}

@@ -240,7 +240,7 @@ class ObjectiveSettings(Settings):
         """
         from outrider.algorithms.losses import OldLogprobs
 
-        if with_tips_T is None:
+        if with_tips_T is None or self.distill is None:
             return OldLogprobs(old_T=start_T, trainer_T=start_T)
         trainer_T = with_tips_T.where(~with_tips_T.isnan(), start_T)
         return OldLogprobs(old_T=trainer_T, trainer_T=trainer_T)

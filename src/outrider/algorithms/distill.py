@@ -137,7 +137,12 @@ class DistillSettings(Settings):
     def _apply_preset(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and isinstance(data.get("help"), str):
             data = {**data, "help": [data["help"]]}
-        return with_preset(DISTILL_PRESETS, data, default="none")
+        settings = with_preset(DISTILL_PRESETS, data, default="none")
+        if isinstance(settings, dict) and settings.get("form", "divergence") != "divergence":
+            # With another form, what the preset says about its divergence does not apply.
+            for key in {"alpha", "support", "tail"} - data.keys():
+                settings.pop(key, None)
+        return settings
 
     @model_validator(mode="after")
     def _validate(self) -> Self:

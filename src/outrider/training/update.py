@@ -724,7 +724,7 @@ def _measure_ratios(
 
 
 def _trained_paths(
-    paths: Sequence[RolloutPath], objective: ObjectiveSettings, has_term_R: Tensor | None
+    paths: Sequence[RolloutPath], objective: ObjectiveSettings, has_term_R: Tensor | None = None
 ) -> list[RolloutPath]:
     """Rollouts whose gradient is not zero by construction; the others stay in every denominator.
     ``has_term_R``: those that are distilled.
