@@ -94,13 +94,13 @@ def pulls(unhelped: float, helped: float) -> dict[str, float]:
 
     return {
         "GRPO": pull(policy_loss("start"), plays_helped=False),
-        "EMPO², acting denominator": pull(policy_loss("acting"), plays_helped=True),
-        "EMPO², student denominator, no mask": pull(policy_loss("student"), plays_helped=True),
-        "likelihood of helped successes": pull(LIKELIHOOD, plays_helped=True, only_right=True),
-        "forward KL (alpha 0)": pull(of_states(0.0), plays_helped=False),
+        "EMPO² acting": pull(policy_loss("acting"), plays_helped=True),
+        "EMPO² student": pull(policy_loss("student"), plays_helped=True),
+        "likelihood": pull(LIKELIHOOD, plays_helped=True, only_right=True),
+        "forward KL": pull(of_states(0.0), plays_helped=False),
         "alpha 0.5": pull(of_states(0.5), plays_helped=False),
-        "reverse KL (alpha 1, sampled)": pull(REVERSE_KL, plays_helped=False),
-        "SDAR, beta 5, before its weight 0.01": pull(of_samples(SDAR), plays_helped=False),
+        "reverse KL": pull(REVERSE_KL, plays_helped=False),
+        "SDAR": pull(of_samples(SDAR), plays_helped=False),
     }
 
 

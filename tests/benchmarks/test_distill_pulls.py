@@ -34,13 +34,13 @@ RECORDS = Path(__file__).parents[2] / "records"
 VECTORS = load_vectors("distill")
 PULLS = {
     "GRPO": "policy gradient, unhelped plays (GRPO, centred)",
-    "EMPO², acting denominator": "EMPO2 tips-off, acting denominator, mask exp(-5), clip .2/.3, dual clip 10",
-    "EMPO², student denominator, no mask": "EMPO2 tips-off, student denominator",
-    "likelihood of helped successes": "likelihood of helped successes",
-    "forward KL (alpha 0)": "divergence alpha 0 (SDFT)",
+    "EMPO² acting": "EMPO2 tips-off, acting denominator, mask exp(-5), clip .2/.3, dual clip 10",
+    "EMPO² student": "EMPO2 tips-off, student denominator",
+    "likelihood": "likelihood of helped successes",
+    "forward KL": "divergence alpha 0 (SDFT)",
     "alpha 0.5": "divergence alpha 0.5 (OPSD, SDPO)",
-    "reverse KL (alpha 1, sampled)": "reverse_kl (OPSD sampled, SDPO sampled)",
-    "SDAR, beta 5, before its weight 0.01": "SDAR released, beta 5, before its weight 0.01",
+    "reverse KL": "reverse_kl (OPSD sampled, SDPO sampled)",
+    "SDAR": "SDAR released, beta 5, before its weight 0.01",
 }
 
 

@@ -1,5 +1,5 @@
 """LaMer (arXiv 2512.16848): several episodes of a task in one rollout, with reflections of the policy between
-them. Deviations: docs/algorithms/small_methods.md.
+them. Deviations: docs/algorithms/lamer.md.
 
 The rollout loop plays the episodes (:attr:`outrider.rollout.hooks.Hook.num_episodes`); this module requests
 and shows the reflections, and assigns returns across episodes.
