@@ -322,6 +322,11 @@ class EnvironmentSettings(Settings):
         """Whether environments are :class:`~outrider.environments.conversations.ExternalAgent` objects."""
         return False
 
+    @property
+    def rebuilt_prompt_tokens(self) -> int | None:
+        """Most tokens of a prompt, if every turn has a prompt of its own; None if conversations grow."""
+        return None
+
     def input_files(self) -> Mapping[str, Path]:
         """Files whose contents influence the run, by name, beside those of fields of type Path."""
         return {}
@@ -631,6 +636,9 @@ class ExternalEpisode(Episode):
 
     def read(self, text: str) -> Message:
         return self._guarded(lambda: self.environment.read(text))
+
+    def convert(self, text: str) -> str:
+        return self._guarded(lambda: self.environment.convert(text))
 
     def set_sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Pass log-probs and token bytes of the next turn to the program; call this before :meth:`read`."""
