@@ -322,6 +322,11 @@ class EnvironmentSettings(Settings):
         """Whether environments are :class:`~outrider.environments.conversations.ExternalAgent` objects."""
         return False
 
+    @property
+    def score_mark(self) -> str:
+        """A remark on the scores for reports, if success means something else than in the benchmark."""
+        return ""
+
     def input_files(self) -> Mapping[str, Path]:
         """Files whose contents influence the run, by name, beside those of fields of type Path."""
         return {}
