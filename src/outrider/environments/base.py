@@ -790,7 +790,7 @@ def is_stateful(config: EnvironmentSettings) -> bool:
 
 def is_inline(config: EnvironmentSettings) -> bool:
     """Whether an observation continues the open assistant message instead of being a message of its own."""
-    if config.call_format is not None:
+    if config.call_format is not None or config.keeps_conversations:
         return False
     return getattr(resolve("environments", config.type), "protocol", "chat") == "inline"
 

@@ -205,7 +205,7 @@ class WindowedSettings(EnvironmentSettings):
     @model_validator(mode="after")
     def _validate_window(self) -> "WindowedSettings":
         if self.context == "chat":
-            if self.window != WindowSettings():
+            if self.window != type(self.window)():
                 raise ValueError('window has no effect with context = "chat": set context = "window"')
             return self
         if getattr(self, "show_admissible", False):

@@ -265,7 +265,7 @@ class ScienceWorldEnvironment(Environment):
         """Two lines: the templates of commands, and the objects that can replace OBJ now."""
         with self._call():
             objects = self._require_simulator().objects()
-        return (f"Commands: {list(self._templates)}", f"Objects (OBJ): {list(objects)}")
+        return (f"{list(self._templates)}", f"where OBJ is one of {list(objects)}")
 
     def act(self, command: str) -> StepResult:
         """Execute a command without tags. The observation has no list of commands."""
