@@ -39,8 +39,8 @@ class Conversation:
         max_tokens: maximum number of tokens of the turn; None: the rollout's own limit.
         stop: stop strings of the turn.
         single_call: whether the program accepts at most one tool call per turn.
-        prompt_limit: if not None, the limit of this prompt; the rollout's budget of tokens then applies to every
-            context of its own.
+        prompt_limit: the limit of this prompt, if it is built anew for every turn. The rollout's budget of
+            tokens then applies to every context of its own.
     """
 
     messages: tuple[Message, ...]
@@ -128,8 +128,13 @@ class ExternalAgent:
 
     Each request to the policy contains a whole conversation, as a request to a server does. The rollout
     determines which part of it an earlier context contains and reuses those token ids.
+
+    Attributes:
+        opening: text of the first observation, which the trace stores for the first request. Empty: the
+            messages of that request.
     """
 
+    opening: str = ""
     if TYPE_CHECKING:  # attributes or properties of subclasses
 
         @property
@@ -146,11 +151,6 @@ class ExternalAgent:
         def step(self, message: Message) -> StepResult: ...
         def result(self) -> EpisodeResult: ...
         def close(self) -> None: ...
-
-    @property
-    def opening(self) -> str:
-        """Text of the first observation; empty: the messages of the first request."""
-        return ""
 
     def read(self, text: str) -> Message:
         """Parse a turn into the message that the program receives and adds to its history."""

@@ -1,8 +1,9 @@
-"""Prompts that are built anew for every turn and show the last steps only (``environment.context = "window"``).
+"""Prompts that are built anew for every turn and show the last steps only (``context = "window"``).
 
-Published code for text worlds trains on one row per turn: one user message with the task, the last observations
-and commands, the present observation and the possible commands, and the policy's reply. :class:`WindowEpisode`
-plays an environment in this way. Every turn is a context of its own and one training sample.
+Published code for text worlds trains on one row per turn: one user message with the task, the last
+observations and commands, the present observation and the possible commands, and the policy's reply.
+:class:`WindowEpisode` plays an environment in this way. Every turn is a context of its own and one training
+sample.
 """
 
 import re
@@ -51,7 +52,7 @@ class CommandWorld(Protocol):
         ...
 
     def act(self, command: str) -> StepResult:
-        """Execute a command whatever its form. The message is the observation without the list of commands."""
+        """Execute a command whatever its form. The observation has no list of commands."""
         ...
 
 
@@ -105,10 +106,11 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptTemplates:
-    """The files of a prompt folder: ``first.txt`` is the prompt that shows no step, ``later.txt`` the others.
+    """The files of a prompt folder.
 
-    ``step.txt`` renders one step of the history, ``action.txt`` one command of the list. ``skills.txt`` is the
-    text of the field ``skills``.
+    ``first.txt`` is the prompt that shows no step, ``later.txt`` that of other turns. ``step.txt`` renders
+    one step of the history, ``action.txt`` one command of the list. ``skills.txt`` is the text of the field
+    ``skills``.
     """
 
     first: Template
@@ -154,8 +156,8 @@ class WindowSettings(Settings):
     that followed.
     """
     actions: Literal["none", "lines", "quoted", "numbered", "templates"] = "lines"
-    """The list of possible commands: none, plain, in quotes, numbered from 0, or as templates with objects (if
-    the environment has them).
+    """The list of possible commands: none, one per line, in quotes, numbered from 0, or as templates of
+    commands, if the environment has them.
     """
     hide: tuple[str, ...] = ()
     """Commands that are left out of the list."""
@@ -190,7 +192,8 @@ class WindowedSettings(EnvironmentSettings):
 
     Class attributes:
         own_prompt: name of the shipped prompt folder that ``window.prompt`` None stands for.
-        has_templates: whether the environment has a method ``command_templates``, for ``actions = "templates"``.
+        has_templates: whether the environment has a method ``command_templates``, which returns the lines of
+            the list with ``actions = "templates"``.
     """
 
     own_prompt: ClassVar[str] = ""
@@ -209,9 +212,7 @@ class WindowedSettings(EnvironmentSettings):
                 raise ValueError('window has no effect with context = "chat": set context = "window"')
             return self
         if getattr(self, "show_admissible", False):
-            raise ValueError(
-                'show_admissible has no effect with context = "window": set window.actions'
-            )
+            raise ValueError('show_admissible has no effect with context = "window": set window.actions')
         if self.window.actions == "templates" and not self.has_templates:
             raise ValueError('window.actions = "templates" needs an environment with templates of commands')
         return self
@@ -340,15 +341,11 @@ class WindowEpisode(ExternalAgent):
     def request(self) -> Conversation:
         return self._request
 
-    @property
-    def opening(self) -> str:
-        """The first observation, which the prompt's node stores: observations are compared with it."""
-        return self._world.opening
-
     def reset(self, seed: int) -> Sequence[Message]:
         self._env.reset(seed)
         self._past, self._num_invalid, self._num_shortened = (), 0, 0
-        self._observation = self._world_observation = self._world.opening
+        # The trace stores it for the first prompt: algorithms compare observations, not prompts.
+        self.opening = self._observation = self._world_observation = self._world.opening
         self._start_turn()
         return self._request.messages
 
@@ -364,7 +361,9 @@ class WindowEpisode(ExternalAgent):
             self._world_observation = text = result.text
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
-            result = StepResult(message=Message(role="user", content=text), invalid=not parsed.valid, refused=True)
+            result = StepResult(
+                message=Message(role="user", content=text), invalid=not parsed.valid, refused=True
+            )
         self._num_invalid += result.invalid
         self._past = (*self._past, PastStep(self._observation, parsed.command, text))
         self._observation = text
@@ -427,7 +426,9 @@ class WindowEpisode(ExternalAgent):
                 {
                     "step": number,
                     "action": step.command,
-                    "observation": step.before if self._settings.order == "observation-action" else step.after,
+                    "observation": step.before
+                    if self._settings.order == "observation-action"
+                    else step.after,
                 }
             )
             for number, step in enumerate(self._past[first_shown:], start=first_shown + 1)
