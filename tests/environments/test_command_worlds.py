@@ -128,6 +128,17 @@ def test_the_shop_with_a_window(rule: str) -> None:
     assert all(f"Request: {shop().task_text}" in prompt for prompt in prompts)
 
 
+def test_a_prompt_with_too_many_characters_has_no_history() -> None:
+    window = {"parse": "verl-agent-20", "max_prompt_tokens": 8000, "max_prompt_characters": 1000}
+    task_set = make_task_set(WebShopConfig.model_validate({"context": "window", "window": window}))
+    commands = [QUERY, "click[none]", *plan(shop())[:1], "click[none]"]
+    replies = script_of(commands_of(commands))
+    leaf, prompts = roll_out(task_set, task_set.tasks("train")[0], replies, max_turns=4)
+    assert ["Commands given so far" in prompt for prompt in prompts] == [False, True, True, False]
+    assert "Page 1 (Total results:" in prompts[3]
+    assert leaf.metrics["num_shortened_prompts"] == 2  # that of the fifth turn, too
+
+
 def test_the_penalty_of_the_shop_is_refused_with_a_window() -> None:
     with pytest.raises(ValidationError, match=r"set algorithm\.invalid_penalty"):
         WebShopConfig(context="window", invalid_penalty=0.1)
