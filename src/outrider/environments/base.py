@@ -323,6 +323,11 @@ class EnvironmentSettings(Settings):
         return False
 
     @property
+    def score_mark(self) -> str:
+        """A remark on the scores for reports, if success means something else than in the benchmark."""
+        return ""
+
+    @property
     def rebuilt_prompt_tokens(self) -> int | None:
         """Most tokens of a prompt, if every turn has a prompt of its own; None if conversations grow."""
         return None
@@ -793,7 +798,7 @@ def is_stateful(config: EnvironmentSettings) -> bool:
 
 def is_inline(config: EnvironmentSettings) -> bool:
     """Whether an observation continues the open assistant message instead of being a message of its own."""
-    if config.call_format is not None:
+    if config.call_format is not None or config.keeps_conversations:
         return False
     return getattr(resolve("environments", config.type), "protocol", "chat") == "inline"
 

@@ -115,6 +115,13 @@ def _one_pair(reply: str, admitted: Sequence[str]) -> Parsed:
     return _played(command, valid=has_thought and not _CHINESE.search(reply))
 
 
+def _is_admitted(command: str, entry: str) -> bool:
+    """Whether a command is this entry of a list, or has other text in place of the entry's ``<...>``."""
+    start, _, rest = entry.partition("<")
+    _, closing, end = rest.rpartition(">")
+    return command == entry or bool(closing and command.startswith(start) and command.endswith(end))
+
+
 def _strict_admissible(reply: str, admitted: Sequence[str]) -> Parsed:
     """A valid reply is one thought and one action, nothing else, and its command is possible now. Of another
     reply, the first action is executed, or the last 30 characters.
@@ -123,7 +130,7 @@ def _strict_admissible(reply: str, admitted: Sequence[str]) -> Parsed:
     form = _WHOLE_FORM.fullmatch(reply) if counts == {1} and not _CHINESE.search(reply) else None
     if form is not None:
         command = form[1].strip().lower()
-        return _played(command, valid=command in {other.lower() for other in admitted})
+        return _played(command, valid=any(_is_admitted(command, other.lower()) for other in admitted))
     if (start := _SPACED_TAGS["<action>"].search(reply)) and (
         end := _SPACED_TAGS["</action>"].search(reply, start.end())
     ):
