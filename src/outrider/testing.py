@@ -98,8 +98,8 @@ def check_environment(
     """Check an environment: play the first tasks of a split with garbage, ``texts`` and the expert's turns.
 
     Checks equal tasks, prompts and episodes for equal seeds; a valid record after every step; no exception
-    for anything that a policy may write; independent copies; that everything can be closed twice; and that
-    tasks and settings can be pickled.
+    for anything that a policy may write; independent copies; that two episodes played in turn are those
+    played alone; that everything can be closed twice; and that tasks and settings can be pickled.
 
     Args:
         environment: the class (with its default settings), an instance with the settings to check, or the
@@ -121,20 +121,26 @@ def check_environment(
         task_set = environment
     tasks = _check_task_set(task_set, split)[:num_tasks]
     factory = task_set.make()
+    played = []
     try:
         for task in tasks:
             for script in _scripts(task_set, texts):
-                _check_episode(factory, task, script[:max_turns])
+                record = _check_episode(factory, task, script[:max_turns])
             try:
                 expert = task_set.expert(task, 0)
             except Exception as error:
                 raise AssertionError(f"{task.key}: the expert: {type(error).__name__}: {error}") from error
             require(expert or not expert_solves, f"{task.key}: the environment has no expert")
             if expert:
-                record = _check_episode(factory, task, [step.text for step in expert][:max_turns])
+                script = [step.text for step in expert]
+                record = _check_episode(factory, task, script[:max_turns])
                 require(
-                    record.success or not expert_solves, f"{task.key}: the expert does not solve the task"
+                    record.record.success or not expert_solves,
+                    f"{task.key}: the expert does not solve the task",
                 )
+            played.append((task, script, record))
+        if getattr(find_settings(task_set), "max_concurrent", None) != 1:
+            _check_isolation(factory, played)
     finally:
         factory.close()
         factory.close()
@@ -227,7 +233,7 @@ class _EpisodeRecord:
     record: EpisodeResult
 
 
-def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> EpisodeResult:
+def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> _EpisodeRecord:
     try:
         environment = factory(task)
     except Exception as error:
@@ -248,7 +254,7 @@ def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[
     )
     require(first.record == again.record, f"{task.key}: the result differs for the same seed")
     _check_copy(factory(task), task, script, first)
-    return first.record
+    return first
 
 
 def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
@@ -294,6 +300,27 @@ def _require_record(episode: Episode, when: str) -> None:
     except Exception as error:
         raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
     require(record == episode.result(), f"result {when} differs when it is called again")
+
+
+def _check_isolation(
+    factory: Callable[[Task], Env], played: Sequence[tuple[Task, Sequence[str], _EpisodeRecord]]
+) -> None:
+    """Check that episodes that are played in turn, step by step, are those that were played alone."""
+    environments = [factory(task) for task, _, _ in played]
+    try:
+        episodes = [open_episode(environment) for environment in environments]
+        for episode in episodes:
+            episode.start(3)
+        for turn in range(max(len(alone.results) for _, _, alone in played)):
+            for episode, (_, script, alone) in zip(episodes, played, strict=True):
+                if turn < len(alone.results):
+                    _step(episode, script[turn])
+        for episode, (task, _, alone) in zip(episodes, played, strict=True):
+            together = _EpisodeRecord(episode.prompt, episode.results, episode.result())
+            require(together == alone, f"{task.key}: the episode differs while another one is played")
+    finally:
+        for environment in environments:
+            environment.close()
 
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, Pair, compare
-from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes, verdicts
+from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes, tables, verdicts
 from outrider.metrics import MetricsWriter
 
 HOSTILE = "<script>alert(1)</script>|x"
@@ -808,3 +808,61 @@ def test_reflections_and_discarded_tries_are_policy_tokens(tmp_path: Path) -> No
         runs.append(run)
     [members] = compare(runs).groups
     assert members.costs["policy tokens"] == 274.0
+
+
+def test_final_and_best_scores_are_columns_of_their_own(tmp_path: Path) -> None:
+    """One run with 31 evaluations on 128 tasks: the best of them is seven points above the truth by
+    chance.
+    """
+    run = make_run(tmp_path / "many", algorithm="gigpo", num_steps=150)
+    (run / "evaluations.jsonl").unlink()
+    for index in range(31):
+        num_solved = {30: 102, 17: 109}.get(index, 96)
+        scores = {f"t{task}": float(task < num_solved) for task in range(128)}
+        write_evaluation(run, 5 * index, scores, num_tasks=128)
+    other = make_run(tmp_path / "one", num_steps=150)
+    (other / "evaluations.jsonl").unlink()
+    write_evaluation(other, 150, {f"t{task}": float(task < 64) for task in range(128)}, num_tasks=128)
+    groups, runs = (
+        next(table for table in tables(compare([run, other])) if table.title == title)
+        for title in ("Groups", "Runs")
+    )
+    assert groups.columns[:6] == ("group", "seeds", "tasks", "final score", "best score", "best by chance")
+    one_seed_only = " (one seed: no interval)"
+    assert [row[:6] for row in groups.rows] == [
+        ("gigpo", "1", "128", f"79.7 %{one_seed_only}", f"85.2 %{one_seed_only}", "+7.0 points of 31"),
+        ("grpo", "1", "128", f"50.0 %{one_seed_only}", f"50.0 %{one_seed_only}", "+0.0 points of 1"),
+    ]
+    assert runs.columns[3:8] == ("final score", "at step", "best score", "best at step", "best by chance")
+    assert runs.rows[0][3:8] == ("79.7 %", "150", "85.2 %", "85", "+7.0 points of 31")
+
+
+def test_best_and_final_scores_have_intervals_over_seeds(tmp_path: Path) -> None:
+    runs = make_group(tmp_path, "rapo", [0.5, 0.55, 0.6]) + make_group(tmp_path, "grpo", [0.3, 0.35, 0.4])
+    write_evaluation(runs[0], 6, task_scores(0.9))
+    [rapo] = [group for group in compare(runs).groups if group.label == "rapo"]
+    assert rapo.score is not None and rapo.best is not None
+    assert rapo.score.has_interval and rapo.best.has_interval
+    assert rapo.best.value > rapo.score.value
+
+
+def with_checkpoints(folder: Path, *steps: int) -> list[str]:
+    paths = [folder / "checkpoints" / f"step-{step:06d}" for step in steps]
+    for path in paths:
+        path.mkdir(parents=True)
+    return [str(path) for path in paths]
+
+
+def test_a_chosen_checkpoint_is_not_compared_with_a_final_step(tmp_path: Path) -> None:
+    best, last = with_checkpoints(tmp_path / "training", 90, 150)
+    [other] = with_checkpoints(tmp_path / "other", 150)
+    trained = make_run(tmp_path / "trained")
+    chosen = evaluated(tmp_path / "chosen", best)
+    continued = make_run(tmp_path / "continued", settings=[f'model.initial_checkpoint = "{last}"'])
+    for final in (trained, continued, evaluated(tmp_path / "final", other)):
+        with pytest.raises(Incomparable, match="chosen evaluates step-000090, which is not the last"):
+            compare([chosen, final])
+    # the last checkpoint is a final one, and checkpoints of one training may be compared
+    assert compare([evaluated(tmp_path / "last", last), trained]).conditions is not None
+    comparison = compare([chosen, tmp_path / "last"])
+    assert "chosen: step-000090 is not the last checkpoint of its training" in notes(comparison)

@@ -325,7 +325,9 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(
         for name, tasks in {"mathematically equal": [0.0, 0.0, 1.0, 1.0], "em": [1.0] * 4}.items()
     }
     (run / "summary.json").write_text(json.dumps({"panel_hash": "ab", "scores": scores, **counts}))
-    make_pack([run], tmp_path / "pack")
+    (run / "evaluation.toml").write_text('tasks = "gsm8k"\n[model]\nname = "tiny"\n')
+    manifest = make_pack([run], tmp_path / "pack")
+    assert manifest.runs["gsm8k"].checkpoint_rule == "the model itself, no training"
     assert "private" not in (tmp_path / "pack/runs/gsm8k/results.jsonl").read_text()
     assert len(verify(tmp_path / "pack").tables["panels"]) == 2
     changed_line(
@@ -404,3 +406,61 @@ def test_verifying_without_a_replay_imports_no_torch(made: Path) -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+def checkpoint_rules(pack: Path) -> dict[str, str | None]:
+    return {name: run.checkpoint_rule for name, run in read_manifest(pack).runs.items()}
+
+
+def test_a_pack_states_the_rule_that_chose_each_checkpoint(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Scores of trainings are those of the final step; a chosen checkpoint needs the user's rule."""
+    assert set(checkpoint_rules(made / "pack").values()) == {"final step"}
+    data = write_questions(tmp_path / "data")
+    checkpoints = [tmp_path / "training" / "checkpoints" / f"step-{step:06d}" for step in (1, 2)]
+    runs = []
+    for checkpoint in checkpoints:
+        checkpoint.mkdir(parents=True)
+        run = write_run(tmp_path / "runs" / checkpoint.name, data, scores=BETTER, start=str(checkpoint))
+        config = run / "config.toml"
+        config.write_text(config.read_text().replace("num_steps = 2", "num_steps = 0"))
+        lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
+        (run / "evaluations.jsonl").write_text(lines[0])
+        (run / "metrics.jsonl").unlink()
+        runs.append(str(run))
+    pack = tmp_path / "pack"
+    assert main(["pack", *runs, "--out", str(pack)]) == 2
+    assert "step-000001 evaluates a checkpoint that is not known to be the last" in capsys.readouterr().err
+    assert not pack.exists()
+    assert main(["pack", *runs, "--out", str(pack), "--checkpoint-rule", "best of two on valid"]) == 0
+    assert checkpoint_rules(pack) == {
+        "step-000001": "best of two on valid", "step-000002": "last checkpoint of its training",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main(["verify", str(pack), "--no-replay"]) == 0
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "best of two on valid (1); last checkpoint of its training (1)" in printed
+
+
+def test_a_pack_without_a_rule_is_not_verified(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resealed(pack, lambda manifest: manifest["runs"]["grpo-0"].pop("checkpoint_rule"))
+    assert "runs.grpo-0 states no rule that chose its checkpoint" in refused(pack, capsys)
+    resealed(pack, lambda manifest: manifest["runs"]["grpo-0"].update(checkpoint_rule=""))
+    assert f"{MANIFEST} is malformed: runs.grpo-0.checkpoint_rule" in refused(pack, capsys)
+
+
+def test_a_training_that_was_not_evaluated_at_its_end_is_not_scored_at_the_final_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_questions(tmp_path / "data")
+    run = write_run(tmp_path / "grpo", data, scores=BETTER)
+    lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    (run / "evaluations.jsonl").write_text(lines[0])
+    make_pack([run], tmp_path / "pack")
+    assert checkpoint_rules(tmp_path / "pack") == {"grpo": "last evaluation of an unfinished training"}
+    verify(tmp_path / "pack")
+    resealed(
+        tmp_path / "pack", lambda manifest: manifest["runs"]["grpo"].update(checkpoint_rule="final step")
+    )
+    assert "runs.grpo was not evaluated at its final step" in refused(tmp_path / "pack", capsys)

@@ -5,6 +5,8 @@ simulations.
 import itertools
 import math
 from collections.abc import Callable
+from fractions import Fraction
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from outrider.evaluation.statistics import (
     Sample,
     Scores,
     bin_means,
+    gain_of_best,
     improvement_estimate,
     improvement_probability,
     interquartile_mean,
@@ -261,3 +264,30 @@ def test_unknown_and_free_steps_in_bins() -> None:
     assert found[[0, 2, 3]].tolist() == pytest.approx([0.2, 0.6, 0.6])
     assert math.isnan(found[1])
     assert bin_means(x, heights, np.asarray([0.0, 2.0]))[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("num_episodes", "num_evaluations"), [(1, 1), (1, 4), (3, 2), (4, 3)])
+def test_the_gain_of_the_best_is_that_of_all_outcomes(num_episodes: int, num_evaluations: int) -> None:
+    share = Fraction(2, 5)
+    expected = Fraction(0)
+    for outcome in itertools.product((0, 1), repeat=num_episodes * num_evaluations):
+        solved = [sum(outcome[first::num_evaluations]) for first in range(num_evaluations)]
+        weight = share ** sum(outcome) * (1 - share) ** (len(outcome) - sum(outcome))
+        expected += weight * Fraction(max(solved), num_episodes)
+    gain = gain_of_best(float(share), num_episodes=num_episodes, num_evaluations=num_evaluations)
+    assert gain == pytest.approx(float(expected - share), abs=1e-12)
+
+
+def test_the_gain_of_the_best_of_many_episodes_is_that_of_normal_scores() -> None:
+    normal, xs = NormalDist(), np.linspace(-10.0, 10.0, 801).tolist()
+    density = [x * 31 * normal.pdf(x) * normal.cdf(x) ** 30 for x in xs]
+    expected = math.fsum(density) * 20 / 800 * math.sqrt(0.8 * 0.2 / 50_000)
+    gain = gain_of_best(0.8, num_episodes=50_000, num_evaluations=31)
+    assert gain == pytest.approx(expected, rel=0.005)
+    # 31 validations of 128 episodes, as published recipes have them
+    assert gain_of_best(0.8, num_episodes=128, num_evaluations=31) == pytest.approx(0.0696, abs=1e-4)
+
+
+def test_the_best_of_equal_scores_gains_nothing() -> None:
+    assert [gain_of_best(score, num_episodes=9, num_evaluations=5) for score in (0.0, 1.0)] == [0.0, 0.0]
+    assert gain_of_best(0.5, num_episodes=9, num_evaluations=1) == 0.0

@@ -59,6 +59,24 @@ def test_faults_of_an_environment(methods: dict[str, Callable[..., Any]], messag
         check_environment(type("Broken", (HouseEnvironment,), methods))
 
 
+def test_a_state_that_episodes_share_is_found() -> None:
+    """Every episode alone is right; a step of one is in the answers to the other."""
+    moves: list[str] = []
+
+    def reset(self: HouseEnvironment, task: Any, seed: int) -> Any:
+        moves.clear()
+        return HouseEnvironment.reset(self, task, seed)
+
+    def step(self: HouseEnvironment, action: str) -> StepResult:
+        moves.append(action)
+        result = HouseEnvironment.step(self, action)
+        return replace(result, message=f"{result.message} {len(moves)} moves")
+
+    members = {"reset": reset, "step": step, "can_copy": False}
+    with pytest.raises(AssertionError, match="the episode differs while another one is played"):
+        check_environment(type("Shared", (HouseEnvironment,), members))
+
+
 class Upper:
     """A tool without a fault."""
 

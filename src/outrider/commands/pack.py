@@ -1,6 +1,7 @@
 """``outrider pack`` and ``outrider verify``."""
 
 import argparse
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,6 +32,11 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
         dest="commands",
         metavar="TEXT",
         help="command that made the runs",
+    )
+    parser.add_argument(
+        "--checkpoint-rule",
+        metavar="TEXT",
+        help="how evaluated checkpoints were chosen that are not the last of their trainings",
     )
     parser.add_argument("--weights", action="store_true", help="include the final weights of each training")
     parser.set_defaults(command=_pack)
@@ -64,7 +70,13 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def _pack(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.packs import make_pack
 
-    manifest = make_pack(parsed.runs, parsed.out, commands=parsed.commands, weights=parsed.weights)
+    manifest = make_pack(
+        parsed.runs,
+        parsed.out,
+        commands=parsed.commands,
+        weights=parsed.weights,
+        checkpoint_rule=parsed.checkpoint_rule,
+    )
     print_lines(
         f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}"
     )
@@ -86,6 +98,9 @@ def _verify(parsed: argparse.Namespace) -> int:
     table = FittedTable("check", "result", title=f"{parsed.pack.name}, {sha256[:12]}")
     table.add_row("files", f"{len(verified.manifest.files)} unchanged, none missing, none added")
     table.add_row("tables", f"recomputed from the results, identical: {contents or 'empty'}")
+    rules = Counter(run.checkpoint_rule or "not stated (format 1)" for run in verified.manifest.runs.values())
+    if rules:
+        table.add_row("checkpoints", "; ".join(f"{rule} ({num})" for rule, num in sorted(rules.items())))
     Terminal().print(table)
     if parsed.no_replay:
         return 0

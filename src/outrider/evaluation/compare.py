@@ -20,6 +20,7 @@ from outrider.evaluation.statistics import (
     Scores,
     Verdict,
     bin_means,
+    gain_of_best,
     holm,
     improvement_estimate,
     iqm_band,
@@ -70,6 +71,24 @@ class ComparedRun:
     def num_steps(self) -> int:
         """The last training step on record."""
         return int(self.costs[STEPS][-1]) if len(self.rewards) else 0
+
+    @property
+    def best(self) -> Evaluation:
+        """The evaluation with the highest score; of equal ones, the first."""
+        return max(self.evaluations, key=lambda evaluation: evaluation.score)
+
+    @property
+    def gain_of_best(self) -> float:
+        """How much the best of the run's evaluations exceeds the true score by chance
+        (:func:`~outrider.evaluation.statistics.gain_of_best`), at the final score.
+        """
+        final = self.evaluations[-1]
+        num_samples = int(self.config.get("evaluation.num_samples", "1"))
+        return gain_of_best(
+            final.score,
+            num_episodes=max(1, (len(final.task_scores) or final.num_tasks) * num_samples - final.num_faults),
+            num_evaluations=len(self.evaluations),
+        )
 
     def cost_at_step(self, axis: str, step: int) -> float:
         """Cost of the run up to ``step`` training steps; NaN if it was not recorded."""
@@ -368,13 +387,14 @@ def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Runs of one configuration. ``score`` is the interquartile mean of their last evaluations (None if one
-    has none); ``costs`` are mean totals at the end of training.
+    """Runs of one configuration. ``score`` is the interquartile mean of their last evaluations, ``best`` that
+    of their best ones (None if one has none); ``costs`` are mean totals at the end of training.
     """
 
     label: str
     runs: tuple[ComparedRun, ...]
     score: Estimate | None
+    best: Estimate | None
     costs: Mapping[str, float]
 
 
@@ -419,7 +439,8 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
     draws.
 
     Raises ConfigError for fewer than two runs, DataError for a folder that is not a run, and
-    :class:`Incomparable` if evaluations have different tasks, splits or temperatures, or for duplicate runs.
+    :class:`Incomparable` if evaluations have different tasks, splits or temperatures, if some are of a
+    training's final step and others of a chosen checkpoint, or for duplicate runs.
     """
     if len(paths) < 2:
         raise ConfigError("compare needs at least two runs")
@@ -428,14 +449,19 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         for path, name in sorted(zip(paths, run_names(paths), strict=True), key=lambda entry: entry[1])
     ]
     conditions = _common_conditions(runs)
+    chosen = _chosen_checkpoints(runs)
     runs_by_label = group_runs(runs)
     samples, tasks, num_left_out = _samples(runs_by_label)
-    scores = {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in samples.items()}
+    scores, best_scores = (
+        {name: iqm_estimate(sample, seed=seed, within=(0.0, 1.0)) for name, sample in by_label.items()}
+        for by_label in (samples, _samples(runs_by_label, best=True)[0])
+    )
     groups = [
         Group(
             label=label,
             runs=members,
             score=scores.get(label),
+            best=best_scores.get(label),
             costs={
                 axis: math.fsum(run.cost_at_step(axis, run.num_steps) for run in members) / len(members)
                 for axis in AXES
@@ -462,6 +488,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
             *(f"{run.name}: {note}" for run in runs for note in run.notes),
             *(why for run in runs if run.evaluations for why in unfinished(run)),
             *_without_curve(runs, curves),
+            *chosen,
         ),
     )
 
@@ -495,19 +522,60 @@ def _common_conditions(runs: Sequence[ComparedRun]) -> Evaluation | None:
     return scored[0][1] if scored else None
 
 
-def _samples(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[dict[str, Sample], list[str], int]:
-    """Last scores of the groups in which every run has one, over the tasks common to all of them (none if
-    only means were recorded), and the number of tasks that only some of the runs scored.
+def checkpoint_rule(settings: Mapping[str, str]) -> str | None:
+    """How the scored checkpoint of a run was chosen: "final" for the last one of a training, "none" without a
+    training, or "chosen"; None if the training's folder is missing.
     """
-    scored = {label: members for label, members in groups.items() if all(run.evaluations for run in members)}
-    scored_tasks = [set(run.evaluations[-1].task_scores) for members in scored.values() for run in members]
+    start = settings.get("model.initial_checkpoint", "none")
+    if is_trained(settings):
+        return "final"
+    if start == "none":
+        return "none"
+    checkpoints = sorted(path.name for path in Path(start).parent.glob("step-*"))
+    if Path(start).name not in checkpoints:
+        return None
+    return "final" if Path(start).name == checkpoints[-1] else "chosen"
+
+
+def _chosen_checkpoints(runs: Sequence[ComparedRun]) -> list[str]:
+    """A note for every evaluation of a chosen checkpoint. Raises Incomparable if another training is scored
+    at its final step: a column never mixes best scores with final ones. Evaluations of checkpoints of one
+    training can be compared.
+    """
+    scored = [run for run in runs if run.evaluations]
+    rules = {run.name: checkpoint_rule(run.settings) for run in scored}
+    starts = {run.name: Path(run.settings.get("model.initial_checkpoint", "none")) for run in scored}
+    trained = {run.name for run in scored if is_trained(run.settings)}
+    chosen = [run.name for run in scored if rules[run.name] == "chosen"]
+    for name in chosen:
+        for other, rule in rules.items():
+            if rule == "final" and (other in trained or starts[other].parent != starts[name].parent):
+                raise Incomparable(
+                    f"{name} evaluates {starts[name].name}, which is not the last checkpoint of its "
+                    f"training, and {other} the final step: best and final scores are not compared; "
+                    f"evaluate the last checkpoint in {starts[name].parent}"
+                )
+    return [f"{name}: {starts[name].name} is not the last checkpoint of its training" for name in chosen]
+
+
+def _samples(
+    groups: Mapping[str, Sequence[ComparedRun]], *, best: bool = False
+) -> tuple[dict[str, Sample], list[str], int]:
+    """Last scores (or best ones) of the groups in which every run has one, over the tasks common to all of
+    them (none if only means were recorded), and the number of tasks that only some of the runs scored.
+    """
+    scored = {
+        label: [run.best if best else run.evaluations[-1] for run in members]
+        for label, members in groups.items()
+        if all(run.evaluations for run in members)
+    }
+    scored_tasks = [set(evaluation.task_scores) for members in scored.values() for evaluation in members]
     tasks = sorted(set.intersection(*scored_tasks)) if scored_tasks else []
     samples = {}
-    for label, members in scored.items():
-        last = [run.evaluations[-1] for run in members]
+    for label, evaluations in scored.items():
         rows = [
             [evaluation.task_scores[task] for task in tasks] if tasks else [evaluation.score]
-            for evaluation in last
+            for evaluation in evaluations
         ]
         samples[label] = Sample(name=label, scores=np.asarray(rows, dtype=np.float64))
     return samples, tasks, len(set().union(*scored_tasks)) - len(tasks)

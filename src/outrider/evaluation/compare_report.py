@@ -143,19 +143,33 @@ def _group_table(comparison: Comparison) -> TextTable:
         else ""
     )
     over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
+    num_tasks = comparison.num_tasks or (conditions.num_tasks if conditions else 0)
     graded = _is_graded(comparison)
     rows = tuple(
-        (group.label, str(len(group.runs)), "not measured" if group.score is None else _percent(group.score),
+        (group.label, str(len(group.runs)), str(num_tasks),
+         *("not measured" if value is None else _percent(value) for value in (group.score, group.best)),
+         _gain_of_best(group.runs),
          *((_mean_return(group.runs),) if graded else ()),
          *(number(group.costs[axis]) if axis in group.costs else "not measured" for axis in AXES))
         for group in comparison.groups
     )  # fmt: skip
     return TextTable(
         title="Groups",
-        columns=("group", "seeds", "score", *(("mean return",) if graded else ()), *AXES),
+        columns=(
+            "group",
+            "seeds",
+            "tasks",
+            "final score",
+            "best score",
+            "best by chance",
+            *(("mean return",) if graded else ()),
+            *AXES,
+        ),
         rows=rows,
-        caption=f"{intro}Score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
-        f"interval over {over}]. Costs: means over runs, of training steps only: no cold start, "
+        caption=f"{intro}Final score: interquartile mean over seeds of the last evaluation [95 % bootstrap "
+        f"interval over {over}]; only this score is tested. Best score: the same of each run's best "
+        "evaluation. Best by chance: the mean by which the best of that many evaluations exceeds the true "
+        "score if the policy does not change. Costs: means over runs, of training steps only: no cold start, "
         "no evaluation, and a step that was taken again after a stop counts once.",
     )
 
@@ -210,16 +224,20 @@ def _run_table(comparison: Comparison) -> TextTable:
     graded = _is_graded(comparison)
     rows = tuple(
         (run.name, group.label, run.config["seed"],
-         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step)) if run.evaluations
-           else ("not measured", "")),
+         *((score(run.evaluations[-1].score), str(run.evaluations[-1].step), score(run.best.score),
+            str(run.best.step)) if run.evaluations else ("not measured", "", "not measured", "")),
+         _gain_of_best([run]),
          *((_mean_return([run]),) if graded else ()),
          *(number(run.cost_at_step(axis, run.num_steps)) if axis in run.costs else "not measured"
            for axis in AXES))
         for group in comparison.groups
         for run in group.runs
     )  # fmt: skip
-    caption = "Score: mean success over the tasks that the run's last evaluation scored."
-    columns = ("run", "group", "seed", "score", "at step", *(("mean return",) if graded else ()), *AXES)
+    caption = "Scores: mean success over the tasks that the run's last, or best, evaluation scored."
+    columns = (
+        "run", "group", "seed", "final score", "at step", "best score", "best at step", "best by chance",
+        *(("mean return",) if graded else ()), *AXES,
+    )  # fmt: skip
     return TextTable(title="Runs", columns=columns, rows=rows, caption=caption)
 
 
@@ -237,6 +255,16 @@ def _mean_return(runs: Sequence[ComparedRun]) -> str:
     last = [run.evaluations[-1].task_returns for run in runs if run.evaluations]
     means = [fmean(returns.values()) for returns in last if returns]
     return number(fmean(means)) if means else "not measured"
+
+
+def _gain_of_best(runs: Sequence[ComparedRun]) -> str:
+    """Mean over runs of the expected gain of the best of their evaluations by chance."""
+    scored = [run for run in runs if run.evaluations]
+    if not scored:
+        return "not measured"
+    nums = sorted({len(run.evaluations) for run in scored})
+    numbers = str(nums[0]) if len(nums) == 1 else f"{nums[0]} to {nums[-1]}"
+    return f"{points(fmean(run.gain_of_best for run in scored))} of {numbers}"
 
 
 def _percent(estimate: Estimate) -> str:

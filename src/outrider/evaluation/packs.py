@@ -25,24 +25,24 @@ from statistics import fmean
 from typing import Annotated, Any, Final, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from outrider import __version__
 from outrider.algorithms.loss_settings import migrate_keys
 from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
-from outrider.evaluation.compare import AXES, load_run, run_names
+from outrider.evaluation.compare import AXES, checkpoint_rule, is_trained, load_run, run_names, unfinished
 from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
-from outrider.evaluation.results import RESULTS, SUMMARY, read_results, write_results
+from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.rollout.evaluate import interval
 from outrider.viewer.run_reader import finite
 
-FORMAT: Final = "outrider pack 1"
+FORMAT: Final = "outrider pack 2"
 MANIFEST: Final = "manifest.json"
 CHECKSUM: Final = "manifest.sha256"
 TABLES: Final = "tables.json"
@@ -79,13 +79,15 @@ class PackedInput(_Part):
 
 class PackedRun(_Part):
     """Provenance of a run's results. ``versions`` is the record in its checkpoints: packages, processor,
-    threads. ``inputs`` maps dotted keys of the recipe to inputs.
+    threads. ``inputs`` maps dotted keys of the recipe to inputs. ``checkpoint_rule`` states how the scored
+    checkpoint was chosen; only packs of format 1 have none.
     """
 
     kind: Literal["training", "panel"]
     command: str
     versions: dict[str, str]
     inputs: dict[str, PackedInput]
+    checkpoint_rule: str | None = Field(None, min_length=1, max_length=300)
 
 
 class Manifest(_Part):
@@ -93,13 +95,20 @@ class Manifest(_Part):
     machine of the trainings. ``panels`` exists only in packs of version 0.3 and earlier.
     """
 
-    format: Literal["outrider pack 1"]
+    format: Literal["outrider pack 1", "outrider pack 2"]
     outrider: str
     packed_on: dict[str, str]
     commands: tuple[str, ...]
     runs: dict[Name, PackedRun] = Field(max_length=1000)
     panels: dict[str, Any] = Field(default={}, max_length=1000)
     files: dict[_RelativePath, PackedFile] = Field(max_length=MAX_FILES)
+
+    @model_validator(mode="after")
+    def _require_rules(self) -> "Manifest":
+        missing = sorted(name for name, run in self.runs.items() if run.checkpoint_rule is None)
+        if missing and self.format == FORMAT:
+            raise ValueError(f"runs.{missing[0]} states no rule that chose its checkpoint (checkpoint_rule)")
+        return self
 
 
 def read_manifest(pack: Path) -> Manifest:
@@ -718,6 +727,9 @@ def verify(pack: Path) -> Verified:
         written.pop("comparisons", None)  # in packs of version 0.3 and earlier
     if difference := first_difference(written, tables):
         raise PackError(f"{TABLES}: {difference}")
+    for name, run in manifest.runs.items():
+        if run.checkpoint_rule == FINAL_STEP and trained_rule(pack / "runs" / name, name) != FINAL_STEP:
+            raise PackError(f"{MANIFEST}: runs.{name} was not evaluated at its final step")
     return Verified(manifest=manifest, tables=tables)
 
 
@@ -725,14 +737,69 @@ def verify(pack: Path) -> Verified:
 # machine.
 
 
+FINAL_STEP: Final = "final step"
+LAST_EVALUATION: Final = "last evaluation of an unfinished training"
+LAST_CHECKPOINT: Final = "last checkpoint of its training"
+NOT_TRAINED: Final = "the model itself, no training"
+
+
+def trained_rule(folder: Path, name: str) -> str:
+    """The rule of a training's score, from its configuration, metrics and evaluations."""
+    run = load_run(folder, name)
+    return LAST_EVALUATION if run.evaluations and unfinished(run) else FINAL_STEP
+
+
+def _find_rule(folder: Path, stated: str | None) -> str:
+    """The rule that chose the checkpoint of a run's scores. Raises ConfigError if neither the run nor
+    ``stated`` has one.
+    """
+    if (folder / RESULTS).exists():
+        settings = _evaluated_model(folder)
+    else:
+        run = load_run(folder, folder.name)
+        if is_trained(run.settings):
+            return trained_rule(folder, folder.name)
+        settings = run.settings
+    rule = None if settings is None else checkpoint_rule(settings)
+    if rule in ("final", "none"):
+        return LAST_CHECKPOINT if rule == "final" else NOT_TRAINED
+    if stated is None:
+        raise ConfigError(
+            f"{folder} evaluates a checkpoint that is not known to be the last one of its training: state "
+            'the rule that chose it, for example --checkpoint-rule "highest score on the split valid"'
+        )
+    return stated
+
+
+def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
+    """The checkpoint of an evaluation of tasks, as settings of a run; None if it was not recorded."""
+    try:
+        settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    model = settings.get("model") or {}
+    start = Path(str(model.get("initial_checkpoint") or model.get("name")))
+    if newest := _checkpoints(start)[-1:]:  # a run directory stands for its newest checkpoint
+        start = newest[0]
+    is_checkpoint = _CHECKPOINT.fullmatch(start.name) is not None
+    return {"train.num_steps": "0", "model.initial_checkpoint": str(start) if is_checkpoint else "none"}
+
+
 def make_pack(
-    paths: Sequence[Path], out: Path, *, commands: Sequence[str] = (), weights: bool = False
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    commands: Sequence[str] = (),
+    weights: bool = False,
+    checkpoint_rule: str | None = None,
 ) -> Manifest:
     """Pack run folders of ``outrider train`` and ``outrider eval``, and folders or files of exact results.
 
     ``commands`` are the commands that produced them, for documentation. With ``weights``, the pack includes
-    the newest checkpoint of each training and the checkpoints from which other runs of the pack start. Raises
-    ConfigError if ``out`` exists, DataError for other folders, and PackError for inconsistent results.
+    the newest checkpoint of each training and the checkpoints from which other runs of the pack start.
+    ``checkpoint_rule`` states how checkpoints were chosen that were evaluated and are not the last ones of
+    their trainings. Raises ConfigError if ``out`` exists or a rule is missing, DataError for other folders,
+    and PackError for inconsistent results.
     """
     if out.exists():
         raise ConfigError(f"{out} exists: a pack is never overwritten")
@@ -742,7 +809,12 @@ def make_pack(
         raise ConfigError(f"two of these runs would have one name in the pack: {', '.join(sorted(names))}")
     with replacing_folder(out) as partial:
         return _write(
-            partial, dict(sorted(zip(names, folders, strict=True))), exact, commands=commands, weights=weights
+            partial,
+            dict(sorted(zip(names, folders, strict=True))),
+            exact,
+            checkpoint_rule=checkpoint_rule,
+            commands=commands,
+            weights=weights,
         )
 
 
@@ -751,6 +823,7 @@ def _write(
     folders: Mapping[str, Path],
     exact: Sequence[ExactResult],
     *,
+    checkpoint_rule: str | None,
     commands: Sequence[str],
     weights: bool,
 ) -> Manifest:
@@ -764,6 +837,7 @@ def _write(
             runs[name] = PackedRun(kind="panel", command="outrider eval --tasks", versions={}, inputs={})
         else:
             runs[name] = write_run(folder, target, names_by_folder)
+        runs[name] = runs[name].model_copy(update={"checkpoint_rule": _find_rule(folder, checkpoint_rule)})
     if weights:
         copy_checkpoints(pack, folders)
     if exact:

@@ -186,6 +186,23 @@ def iqm_band(
     return Band(value=value, low=low, high=high)
 
 
+def gain_of_best(score: float, *, num_episodes: int, num_evaluations: int) -> float:
+    """How much the best of several evaluations of a policy exceeds its true score by chance, on average.
+
+    The expected maximum of ``num_evaluations`` independent binomial shares of ``num_episodes`` episodes minus
+    ``score``, the success probability of each episode. It is an upper bound if tasks differ in difficulty,
+    because scores then vary less, or if the policy improved between evaluations.
+    """
+    if num_evaluations < 2 or not 0.0 < score < 1.0:
+        return 0.0
+    counts = np.arange(num_episodes + 1)
+    log_choose = [math.lgamma(num_episodes + 1) - math.lgamma(k + 1) - math.lgamma(num_episodes - k + 1)
+                  for k in counts.tolist()]  # fmt: skip
+    log_p = np.asarray(log_choose) + counts * math.log(score) + (num_episodes - counts) * math.log1p(-score)
+    below = np.cumsum(np.exp(log_p))[:-1].clip(0.0, 1.0)  # P(X <= k) for k < num_episodes
+    return float(np.sum(1.0 - below**num_evaluations)) / num_episodes - score
+
+
 def bin_means(x: Scores, values: Scores, edges: Scores) -> Scores:
     """Mean of ``values`` per unit of cost between adjacent ``edges``, shape (edges - 1,); NaN in bins without
     known values.
