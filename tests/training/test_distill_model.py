@@ -1,5 +1,6 @@
 """Self-distillation of a real model: gradients of plain passes, and averaged teachers."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,8 @@ def test_help_at_a_turn_changes_that_turn_and_later_ones(distill: dict[str, Any]
             own = observations[-1:] if leaf.rollout == 1 else observations
             trace.help[leaf.rollout] = tuple(
                 Insertion(
-                    node_id=node.node_id, offset=3, token_ids=(31 + i, 40 + leaf.rollout), text="", source="file"
+                    node_id=node.node_id, offset=3, token_ids=(31 + i, 40 + leaf.rollout), text="",
+                    source="file",
                 )
                 for i, node in enumerate(own)
             )  # fmt: skip
@@ -289,6 +291,24 @@ def test_a_resumed_run_with_an_averaged_teacher_has_the_same_bits(tmp_path: Path
     resumed.load(tmp_path, num_steps=1)  # weights that another run wrote
     masters = resumed.policy.masters
     assert all(torch.equal(average, masters[name]) for name, average in resumed.teacher.averages.items())
+
+
+@pytest.mark.parametrize(
+    "distill", [{}, {"form": "likelihood", "gate": "gap_centered"}, {"form": "advantage_add"}], ids=str
+)
+def test_a_teacher_without_numbers_skips_the_step_and_leaves_finite_metrics(distill: dict[str, Any]) -> None:
+    ours = learner(EMA | {"policy_weight": 1.0} | distill)
+    assert ours.teacher is not None
+    masters = {name: master.clone() for name, master in ours.policy.masters.items()}
+    with torch.no_grad():
+        next(iter(ours.teacher.model.parameters())).fill_(torch.nan)
+    algorithm = SimpleNamespace(objective=ours.settings.algorithm,
+                                token_loss=ours.settings.algorithm.token_loss)  # fmt: skip
+    report = ours.update(helped_groups(2), cast(Algorithm, algorithm), on_batch=lambda num: None)
+    assert report.metrics["grad/num_skipped"] == 1.0
+    assert all(map(math.isfinite, report.metrics.values()))
+    assert "distill/gap_mean" not in report.metrics and ours.policy.num_steps == 0
+    assert all(torch.equal(master, masters[name]) for name, master in ours.policy.masters.items())
 
 
 def test_a_frozen_teacher_is_the_reference_and_the_start_is_the_policy() -> None:
