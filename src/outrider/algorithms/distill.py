@@ -327,16 +327,6 @@ class DistillSettings(Settings):
                 "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the mean of "
                 "their product: set teacher = start or frozen"
             )
-        if run.cluster.num_trainers > 1 and self.teacher == "ema":
-            raise ValueError(
-                "algorithm.distill.teacher = ema needs cluster.num_trainers = 1: set teacher = start or "
-                "frozen"
-            )
-        if run.cluster.num_trainers > 1 and self.support == "all":
-            raise ValueError(
-                "algorithm.distill.support = all needs cluster.num_trainers = 1: set a number of tokens, for "
-                "example 100"
-            )
         if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
             raise ValueError(
                 f"algorithm.distill.form = {self.form} with loss.type = gspo: one ratio per rollout has no "
