@@ -88,8 +88,13 @@ def test_observations_are_counted_over_all_ranks(ranks_of: RanksOf, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("size", "distill"), [(2, {"support": 8}), (3, {"form": "likelihood", "gate": "gap_centered"})], ids=str
-)
+    ("size", "distill"),
+    [
+        (2, {"support": 8}), (3, {"form": "likelihood", "gate": "gap_centered"}), (2, {"support": "all"}),
+        (3, {"support": "all", "alpha": 0.5}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_self_distillation_has_the_gradient_of_one_process(
     ranks_of: RanksOf, folder: Path, size: int, distill: dict[str, object]
 ) -> None:

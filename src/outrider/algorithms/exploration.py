@@ -131,6 +131,11 @@ class ExplorationSettings(TurnScoreSettings):
             require_countable(self, parts.branch.attribution)
         if self.distill is not None and parts.tips is not None:
             self._check_shares(self.distill, parts.tips)
+        if self.has_steps_as_help and parts.reward and parts.reward.num_hybrid == self.group_size:
+            raise ValueError(
+                "distill.help = retrieved needs rollouts that do not retrieve themselves: set "
+                f"{self._section('retrieval')}num_hybrid below group_size"
+            )
         return self
 
     def _check_shares(self, distill: DistillSettings, tips: TipSettings) -> None:
@@ -196,9 +201,15 @@ class ExplorationSettings(TurnScoreSettings):
         return self.distill is not None and "tips" in self.distill.help
 
     @property
+    def has_steps_as_help(self) -> bool:
+        """Whether a teacher reads retrieved steps (self-distillation)."""
+        return self.distill is not None and "retrieved" in self.distill.help
+
+    @property
     def retrieves(self) -> bool:
-        reward = self.parts.reward
-        return reward is not None and reward.num_hybrid > 0
+        parts = self.parts
+        num_hybrid = parts.reward.num_hybrid if parts.reward is not None else 0
+        return parts.retrieval is not None and (num_hybrid > 0 or self.has_steps_as_help)
 
     @property
     def executes_retrieved(self) -> bool:

@@ -256,7 +256,10 @@ class EpisodeRunner:
                     self._splice(state, intervention, room=self.limits.max_turn_tokens)
                     continue
                 if isinstance(intervention, Demonstration):
-                    ended = await self._demonstrate(state, intervention.text)
+                    turn_ids = self._demonstrated_turn(state, intervention.text)
+                    if len(turn_ids[0]) > self.limits.max_turn_tokens:
+                        break  # truncated, it would be another action: the policy continues before it
+                    ended = await self._demonstrate(state, *turn_ids)
                 else:
                     ended = await self._attempt(state, intervention)
                 if ended is not None:
@@ -389,11 +392,15 @@ class EpisodeRunner:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         return episode_outcome(result) if result.done else None
 
-    async def _demonstrate(self, state: EpisodeState, text: str) -> Outcome | None:
-        """Execute a demonstrator's turn, in the ids that a rollout of the demonstrator would have."""
+    def _demonstrated_turn(self, state: EpisodeState, text: str) -> tuple[Sequence[int], bool]:
+        """Return the ids that a rollout of the demonstrator would have, and whether they end the message."""
         context = state.trace.token_ids(state.last_node.node_id)
         text = self.renderer.demonstration(state.episode.convert(text), context)
-        ids, is_closed = self.renderer.recorded_turn(text, context, stop=self.sampling.stop)
+        return self.renderer.recorded_turn(text, context, stop=self.sampling.stop)
+
+    async def _demonstrate(self, state: EpisodeState, ids: Sequence[int], is_closed: bool) -> Outcome | None:
+        """Execute a demonstrator's turn."""
+        context = state.trace.token_ids(state.last_node.node_id)
         finish = FinishReason.EOS if is_closed else FinishReason.STOP
         max_tokens, _ = self._turn_limits(state)
         if len(ids) > max_tokens:

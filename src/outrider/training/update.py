@@ -405,11 +405,13 @@ class _Update:
     on_batch: Callable[[int], None]
     version: int | None
     head: nn.Module | None = None  # the teacher's, see DistillTerm
+    num_steps: int = field(init=False)  # of the policy when the update began
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_steps = self.policy.num_steps
         # Values that all ranks know are counted by one of them.
         self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
 
@@ -488,9 +490,6 @@ class _Update:
         if support == "all":
             # One copy for all mini-batches, made before the first step.
             term.head = self.head = self.head or self.teacher.frozen_head()
-        if settings.gate == "gap_centered":
-            assert mini_batch.old_scores is not None
-            term.measure_gate(mini_batch.batches, mini_batch.old_scores, policy.ranks)
         self.common.add_sum("time/help", time.perf_counter() - began)
 
     def train(self, mini_batch: _MiniBatch, *, check_mismatch: bool) -> None:
@@ -499,6 +498,12 @@ class _Update:
         if not mini_batch.trained:
             self.common.add("grad/norm", 0.0)
             return
+        if (term := mini_batch.distill) is not None and term.settings.gate == "gap_centered":
+            # The gates are those of the current policy, and so is their mean.
+            is_start = policy.num_steps == self.num_steps
+            old_scores = mini_batch.old_scores if is_start else self.score(mini_batch.batches)
+            assert old_scores is not None
+            term.measure_gate(mini_batch.batches, old_scores, policy.ranks)
         mismatches: list[Tensor] = []
         for index, batch in enumerate(padded_micro_batches(mini_batch.batches, policy.ranks)):
             if batch is None:
@@ -550,7 +555,8 @@ class _Update:
         # Detached also if it comes from this very pass: x - x would have no gradient.
         old_T = old.logprobs_T.detach()
         with_tips_T = None if with_tips is None else with_tips.logprobs(batch).to(old_T)
-        if term is not None and tokens is not None and not term.settings.has_term:
+        is_finite = term is None or tokens is None or term.is_finite(tokens)
+        if term is not None and tokens is not None and not term.settings.has_term and is_finite:
             values_T = term.advantages(tokens, batch, old_T, self.accumulator)
             batch = replace(batch, advantages_T=values_T)
         inputs = loss_inputs(
@@ -565,7 +571,10 @@ class _Update:
             with torch.no_grad():
                 reference_T = self.reference.score(batch).logprobs_T
         # After the mismatch is kept: if the engine is checked, the check has to see the NaN.
-        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+        is_finite = is_finite and bool(
+            torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()
+        )
+        if not is_finite:
             return scores.logprobs_T, False
         self.report.tokens.append(token_record(mini_batch.number, batch, inputs))
         term_losses = None
