@@ -167,6 +167,7 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
 _SAME_TRAINING: Final = frozenset((
     "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
     "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
+    "protocol", "protocol_sha256",
 ))  # fmt: skip
 # differ between seeds: only whether they are set counts
 STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
