@@ -25,7 +25,7 @@ from outrider.protocols import (
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RUNNABLE = [name for name in protocol_names() if not find_protocol(name).needed]
-WITHOUT_SETTINGS = {"release", "models", "hardware"}
+WITHOUT_SETTINGS = {"release", "train_tasks", "models", "hardware"}
 """Points that a recipe has to fill in (the data, the model), or that no setting can fill."""
 
 
