@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.commands import describe
+from outrider.commands import describe, positive
 from outrider.config import to_toml
 from outrider.errors import ConfigError
 from outrider.printing import print_lines
@@ -61,6 +61,25 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
     comparing.add_argument("right", metavar="NAME", help="name of a protocol")
     comparing.add_argument("--json", action="store_true", help="print one JSON object with all points")
     comparing.set_defaults(command=_diff)
+    counting = actions.add_parser("cost", help="count the tokens that an update computes per episode")
+    describe(
+        counting,
+        "Count the tokens that an update computes for one episode of ALFWorld: with a window, with the whole "
+        "chat for every turn, and as one trace. The games are made offline and played by a scripted searcher "
+        "that does not win.",
+        "outrider protocol cost verl-agent-alfworld",
+        "outrider protocol cost opid-alfworld --games 4 --thought 40 --turns 10 50",
+    )
+    counting.add_argument("name", metavar="NAME", help="name of a protocol for ALFWorld")
+    counting.add_argument("--games", type=positive, default=24, metavar="N", help="games (default: 24)")
+    counting.add_argument(
+        "--thought", type=int, default=100, metavar="N", help="tokens of every thought (default: 100)"
+    )
+    counting.add_argument(
+        "--turns", type=positive, nargs="+", default=[10, 20, 50], metavar="N", help="turns of an episode"
+    )
+    counting.add_argument("--model", help="model of the tokenizer (default: the packaged SmolLM2)")
+    counting.set_defaults(command=_cost)
 
 
 def _list(_: argparse.Namespace) -> int:
@@ -123,3 +142,40 @@ def _read_settings(path: Path) -> Mapping[str, Any]:
     from outrider.api import run_settings
 
     return run_settings(path).model_dump(mode="json")
+
+
+def _cost(parsed: argparse.Namespace) -> int:
+    from outrider.commands.dry_run import load_renderer
+    from outrider.config import load_settings
+    from outrider.engines.local.model import resolve_model
+    from outrider.environments.window import WindowedSettings
+    from outrider.planning.token_bill import ALL_STEPS, token_bill
+    from outrider.printing import FittedTable, Terminal
+    from outrider.training.settings import RunSettings
+
+    num_steps = find_protocol(parsed.name).points.get("history_steps")
+    if find_protocol(parsed.name).points["tasks"] != "alfworld" or not isinstance(num_steps, int):
+        raise ConfigError(f"{parsed.name} does not play ALFWorld with a window: its cost cannot be counted")
+    sizes = [f"environment.num_{split}={size}" for split, size in (("train", 1), ("valid", 1), ("test", 999))]
+    model = [] if parsed.model is None else [f"model.name={parsed.model}"]
+    overrides = [f"protocol={parsed.name}", "environment.data=none", *sizes, *model]
+    settings = load_settings(RunSettings, file=None, overrides=overrides)
+    assert isinstance(settings.environment, WindowedSettings)
+    bill = token_bill(
+        settings.environment,
+        load_renderer(settings, resolve_model(settings.model.name)),
+        windows=sorted({num_steps, 2, 5, ALL_STEPS}),
+        turns=sorted(parsed.turns),
+        num_games=parsed.games,
+        num_thought_tokens=parsed.thought,
+    )
+    table = FittedTable("samples", *(f"{n} turns" for n in bill.tokens), "mean prompt")
+    for name in next(iter(bill.tokens.values())):
+        counts = (f"{tokens[name]:,.0f}" for tokens in bill.tokens.values())
+        table.add_row(name, *counts, f"{bill.prompts[name]:,.0f}" if name in bill.prompts else "")
+    print_lines(
+        f"tokens that an update computes per episode of {parsed.name}, {bill.num_games} games, thoughts of "
+        f"{parsed.thought} tokens, tokenizer of {settings.model.name}"
+    )
+    Terminal().print(table)
+    return 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
@@ -324,6 +325,14 @@ class Difference:
         unknown = [row.point for row in self.with_status(Status.UNKNOWN)]
         return [*lines, *([f"  unknown: {', '.join(unknown)}"] if unknown else [])]
 
+    def cells(self) -> list[tuple[str, ...]]:
+        """Point, status, both values and note of the points that are not the same, as text."""
+        return [
+            (row.point, str(row.status), format_value(row.left), format_value(row.right), row.note)
+            for row in self.rows
+            if row.status is not Status.SAME
+        ]
+
     def sides(self, row: Row) -> dict[str, Any]:
         """The values of a row by the name of their side."""
         return {self.left: row.left, self.right: row.right}
@@ -352,6 +361,20 @@ def compare_protocols(left: Protocol, right: Protocol) -> Difference:
 def compare_settings(label: str, tree: Mapping[str, Any], right: Protocol) -> Difference:
     """Compare the complete settings of a recipe or run with a protocol."""
     return _difference(label, points_from_settings(tree), right, cannot=right.cannot, evidence=right.evidence)
+
+
+def run_difference(record: Path, name: str | None = None) -> Difference | None:
+    """Compare the record of a run (``config.toml``) with the protocol ``name``, by default that of its recipe;
+    None if there is none. Raises ConfigError for an unknown ``name``.
+    """
+    tree = tomllib.loads(record.read_text(encoding="utf-8"))
+    chosen = name or tree.get("protocol", _NONE)
+    if chosen == _NONE or (name is None and chosen not in protocol_names()):
+        return None
+    protocol = find_protocol(chosen)
+    is_changed = chosen == tree.get("protocol") and tree.get("protocol_sha256") != protocol.sha256
+    label = f"this run{' (of another version of the protocol)' * is_changed}"
+    return compare_settings(label, tree, protocol)
 
 
 def _difference(
