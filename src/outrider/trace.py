@@ -297,7 +297,8 @@ def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
     """Split a path at restarts into its contexts, which are the samples of an update; statistics count the
     rollout once.
     """
-    starts = [0, *(number for number, node in enumerate(path) if node.restarts), len(path)]
+    # The first node starts a context in any case; in a part of a rollout it may be a restart.
+    starts = [0, *(number for number, node in enumerate(path) if node.restarts and number), len(path)]
     return [path[begin:end] for begin, end in pairwise(starts)] if len(starts) > 2 else [path]
 
 

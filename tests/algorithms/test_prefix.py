@@ -219,7 +219,7 @@ def test_no_token_of_a_prefix_is_trained_and_it_is_computed_once() -> None:
     # A demonstration of LUFFY remains trained.
     demonstration = group(1, [1.0])
     demonstration.leaves[0].is_demonstration = True
-    write_advantages(demonstration, SimpleNamespace(values=np.ones(1), assigned=np.ones(1, bool)))  # type: ignore[arg-type]
+    write_advantages(demonstration, SimpleNamespace(values=np.ones(1), assigned=np.ones(1, bool), turns=None))  # type: ignore[arg-type]
     assert [node.credit for node in demonstration.nodes if node.origin is Origin.DEMONSTRATION] == [
         (1.0, 1.0)
     ]

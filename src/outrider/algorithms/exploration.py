@@ -26,7 +26,9 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     OffPolicyObjective,
+    TurnScoreSettings,
     outcome_advantages,
+    turn_advantages,
     write_advantages,
 )
 from outrider.algorithms.distill import DistillSettings
@@ -81,7 +83,7 @@ class Parts:
     tips: TipSettings | None = None
 
 
-class ExplorationSettings(ObjectiveSettings):
+class ExplorationSettings(TurnScoreSettings):
     """Validation and properties shared by all types with exploration parts.
 
     A subclass defines the fields and :attr:`parts`. ``flat`` is the part whose keys are at the top level of
@@ -472,7 +474,9 @@ class Exploration(Algorithm):
             measurements[self.novelty.metric] = measured
             trace.without_memory = tip_mode(trace.modes[0]) == TIPS_OFF
         advantages, scales = (
-            outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k),
+            turn_advantages([trace], self.settings)[0]
+            if self.settings.scores_turns
+            else outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k),
             None,
         )
         if parts.reward is not None:

@@ -130,7 +130,10 @@ def combined_advantages_per_rollout(
     """
     retrieval = group_normalized_advantages_per_rollout(returns=rewards)
     factors = np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
-    return replace(outcome, values=factors * outcome.values), factors
+    turns = outcome.turns
+    if turns is not None:
+        turns = tuple(factor * own for factor, own in zip(factors, turns, strict=True))
+    return replace(outcome, values=factors * outcome.values, turns=turns), factors
 
 
 def _checked_entropy(entropy: float) -> float:

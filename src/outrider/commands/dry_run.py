@@ -220,11 +220,15 @@ def work_lines(settings: "RunSettings") -> list[str]:
         return [*lines, "no training step (train.num_steps = 0)"]
     num_rollouts = train.tasks_per_step * settings.algorithm.group_size
     num_updates = settings.update.num_mini_batches * settings.update.num_epochs
+    updates = f"{num_updates} update{'s' * (num_updates > 1)} of the weights"
+    if (size := settings.update.mini_batch_samples) is not None:
+        updates = f"an update of the weights for every {size} sample{'s' * (size > 1)}"
+        updates += f", {num_updates} times" if num_updates > 1 else ""
     max_tokens = settings.rollout.max_response_tokens
     lines.append(
         f"a step: {train.tasks_per_step} groups of {settings.algorithm.group_size} rollouts "
         f"({num_rollouts}), at most {num_rollouts * max_tokens:,} response tokens ({max_tokens:,} each), "
-        f"{num_updates} update{'s' * (num_updates > 1)} of the weights"
+        f"{updates}"
     )
     budget, every = train.max_policy_tokens, train.checkpoint_every
     limit = f", or {budget:,} policy tokens" if budget else ""

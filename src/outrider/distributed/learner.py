@@ -173,6 +173,7 @@ class Rank:
             always_check_mismatch=True,  # the engine has its own weights
             version=version,
             probes=probes,
+            seed=self._settings.seed,
         )
         return report, self.policy.num_steps, self.policy.learning_rate
 

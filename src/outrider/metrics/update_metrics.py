@@ -68,6 +68,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "spikes: learning rate; 0: no group has signal"),
         ("clipped_fraction", "1", "share of optimiser steps of this step that were clipped", "below 0.5",
          "the clip norm"),
+        ("num_steps", "updates", "optimiser steps of this training step, with update.mini_batch_samples",
+         "stable", "lengths of rollouts; mini-batches without a gradient make none"),
         ("num_skipped", "updates", "optimiser steps skipped because the gradient was not finite", "0",
          "gap/*, precision"),
         ("learning_rate", "1", "learning rate of the last optimiser step", "follows the schedule",

@@ -232,7 +232,9 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     contexts = getattr(algorithm, "num_episodes", 1)
     if settings.model.history_thinking == "strip":
         contexts = settings.rollout.max_turns
-    has_several_updates = update.num_mini_batches * update.num_epochs > 1
+    has_several_updates = (
+        update.num_mini_batches * update.num_epochs > 1 or update.mini_batch_samples is not None
+    )
     distill = algorithm.distill
     is_averaged = distill is not None and distill.teacher == "ema"  # a second copy, like a reference
     return Workload(

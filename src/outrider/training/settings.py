@@ -114,21 +114,30 @@ class ColdStartSettings(Settings):
 class UpdateSettings(Settings):
     """The optimizer steps of a training step.
 
-    ``num_mini_batches`` splits the tasks of a step into that many optimizer steps; ``num_epochs`` repeats
-    them. ``max_tokens`` limits the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
-    its first update if the log-probs of trainer and engine differ by more (mean absolute difference over a
-    mini-batch, nats), which indicates a fault of the template or the weights. ``checkpoint_activations``
-    trades a second forward pass for the memory of the layers' activations. ``attention``: segment by segment
-    (``segments``), or one compiled call of flex attention for a whole micro-batch (``flex``, on a GPU;
-    ``auto`` there).
+    ``num_mini_batches`` splits the tasks of a step into that many optimizer steps. With
+    ``mini_batch_samples`` N, the samples of a step (a rollout, or each of its contexts if it has several)
+    are shuffled, and every N of them are one optimizer step; the last step has the rest. ``num_epochs``
+    repeats the optimizer steps. ``max_tokens`` limits the unique tokens of a micro-batch.
+    ``max_logprob_gap`` stops the run before its first update if the log-probs of trainer and engine
+    differ by more (mean absolute difference over a mini-batch, nats), which indicates a fault of the
+    template or the weights. ``checkpoint_activations`` trades a second forward pass for the memory of the
+    layers' activations. ``attention``: segment by segment (``segments``), or one compiled call of flex
+    attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
     """
 
     num_mini_batches: int = Field(1, ge=1)
+    mini_batch_samples: int | None = Field(None, ge=1)
     num_epochs: int = Field(1, ge=1)
     max_tokens: int = Field(4096, ge=1)
     max_logprob_gap: float = Field(0.1, gt=0)
     checkpoint_activations: bool = False
     attention: Literal["auto", "segments", "flex"] = "auto"
+
+    @model_validator(mode="after")
+    def _validate(self) -> "UpdateSettings":
+        if self.mini_batch_samples is not None and self.num_mini_batches > 1:
+            raise ValueError("mini_batch_samples decides the number of mini-batches: remove num_mini_batches")
+        return self
 
     def uses_flex(self, device: str) -> bool:
         """Whether a micro-batch on this device is one call of flex attention."""
@@ -442,6 +451,7 @@ class RunSettings(Settings):
             )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._validate_samples()
         self._validate_history()
         self._validate_contexts()
         self._validate_conversations()
@@ -459,6 +469,36 @@ class RunSettings(Settings):
         self._validate_cluster()
         self.algorithm.validate_run(self)
         return self
+
+    def _validate_samples(self) -> None:
+        """Check that no value of a whole rollout is needed if mini-batches may divide rollouts."""
+        if self.update.mini_batch_samples is None:
+            return
+        algorithm = self.algorithm
+        distill, correction, rejection = (
+            algorithm.distill, algorithm.sampler_correction, algorithm.sampler_rejection,
+        )  # fmt: skip
+        if distill is not None and distill.form == "advantage_scale":
+            raise ValueError(
+                "algorithm.distill.scale_steps counts training steps, and update.mini_batch_samples makes a "
+                "varying number of optimizer steps of each: use update.num_mini_batches"
+            )
+        is_divided = (
+            self.environment.keeps_conversations
+            or self.model.history_thinking == "strip"
+            or getattr(algorithm, "num_episodes", 1) > 1
+        )
+        features = {
+            "algorithm.loss.type = gspo": algorithm.loss.type == "gspo",
+            "algorithm.sampler_correction.level": correction is not None and correction.level != "token",
+            "algorithm.sampler_rejection.scope": rejection is not None and rejection.scope != "token",
+            "algorithm.distill.discount": distill is not None and distill.discount > 0,
+        }
+        if is_divided and (refused := [name for name, is_used in features.items() if is_used]):
+            raise ValueError(
+                f"{refused[0]} needs all tokens of a rollout, and update.mini_batch_samples divides rollouts "
+                "that have several contexts: use update.num_mini_batches"
+            )
 
     def _validate_history(self) -> None:
         """Check that no text between messages is lost when a conversation is rendered again."""
