@@ -6,6 +6,7 @@ observations and commands, the present observation and the possible commands, an
 sample.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -165,6 +166,8 @@ class WindowSettings(Settings):
     """The rule that finds the command in a reply, and decides whether the reply is valid."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Most tokens of a prompt, as the chat template renders it."""
+    max_prompt_characters: int | None = Field(None, ge=1)
+    """A prompt with more characters is replaced by ``first.txt``, as verl-agent does in WebShop at 13,000."""
     overflow: Literal["drop-oldest", "left", "right", "first-prompt", "error"] = "drop-oldest"
     """What happens to a longer prompt: it shows fewer steps, loses its first or its last tokens, is replaced
     by ``first.txt``, or stops the run.
@@ -418,6 +421,11 @@ class WindowEpisode(ExternalAgent):
         self._is_first_prompt = not (self._past and settings.steps)
         self._is_shortened = False
         self._request = self._rendered()
+        limit = settings.max_prompt_characters or math.inf
+        if not self._is_first_prompt and len(self._request.messages[0].content) > limit:
+            self._is_first_prompt, self._is_shortened, self._num_shown = True, True, 0
+            self._num_shortened += 1
+            self._request = self._rendered()
 
     def _rendered(self) -> Conversation:
         first_shown = len(self._past) - self._num_shown

@@ -187,7 +187,9 @@ class WebShopEnvironment:
         observation is always the page.
         """
         result, _ = self._execute(read_command(command))
-        return result if result.done else replace(result, message=self._fields(self._page))
+        if result.done:
+            return result
+        return replace(result, message=Message(role="user", content=self._fields(self._page)))
 
     def result(self) -> EpisodeResult:
         """Return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase."""
