@@ -23,6 +23,7 @@ from outrider.suggestions import did_you_mean
 
 _POINTS: Final = "points"
 _NONE: Final = "none"
+_UNKNOWN: Final = "unknown"  # value of a point that does not follow the base
 _WINDOW: Final = "environment.window."
 _DEFAULTS: Final = {"environment.context": "chat"}
 """Settings of environments that do not have them, and of runs before they existed."""
@@ -145,7 +146,7 @@ def find_protocol(name: str) -> Protocol:
         name=name,
         title=table["title"],
         source=table["source"],
-        points={key: points[key] for key in all_points() if key in points},
+        points={key: points[key] for key in all_points() if points.get(key, _UNKNOWN) != _UNKNOWN},
         evidence=evidence,
         cannot=cannot,
         needed=table.get("needed", ()),
