@@ -129,7 +129,7 @@ def test_the_shop_with_a_window(rule: str) -> None:
 
 
 def test_a_prompt_with_too_many_characters_has_no_history() -> None:
-    window = {"parse": "verl-agent-20", "max_prompt_tokens": 8000, "max_prompt_characters": 1000}
+    window = {"parse": "verl-agent-20", "max_prompt_tokens": 8000, "max_prompt_characters": 800}
     task_set = make_task_set(WebShopConfig.model_validate({"context": "window", "window": window}))
     commands = [QUERY, "click[none]", *plan(shop())[:1], "click[none]"]
     replies = script_of(commands_of(commands))

@@ -227,8 +227,8 @@ class WebShopEnvironment:
         self._counts: Counter[str] = Counter()
 
     def _execute(self, action: tuple[Verb, str] | str) -> tuple[StepResult, str]:
-        """Execute what :func:`parse_action` returned. Returns the result without a message, and what was wrong
-        with the action (empty for nothing).
+        """Execute what :func:`parse_action` returned. Returns the result without a message, and what was
+        wrong with the action (empty for nothing).
         """
         if self._done:
             raise RuntimeError("the WebShop episode has ended")
