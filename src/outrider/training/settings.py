@@ -2,6 +2,7 @@
 at once.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,7 @@ from outrider.engines.base import PACKAGED, EngineSettings, LocalSettings
 from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
+from outrider.protocols import with_protocol
 from outrider.rollout.settings import EvaluationSettings, Limits, RolloutSettings
 from outrider.viewer.trackers import TrackingSettings
 
@@ -361,6 +363,10 @@ class TrainSettings(Settings):
 class RunSettings(Settings):
     """Everything that decides what a run computes."""
 
+    protocol: str | None = None
+    """Protocol whose settings are the defaults of this recipe (``outrider protocol list``)."""
+    protocol_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the protocol, which the run records with its settings; leave it out in a recipe."""
     seed: int = 0
     """Seed of all random streams of the run."""
     num_threads: int = Field(2, ge=1)
@@ -436,6 +442,14 @@ class RunSettings(Settings):
         if not (self.algorithm.retrieves or self.cold_start.retrieve_share > 0):
             unread.add("buffer")
         return frozenset(unread)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_protocol(cls, data: Any) -> Any:
+        try:
+            return with_protocol(data) if isinstance(data, Mapping) else data
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _validate(self) -> "RunSettings":
