@@ -327,6 +327,11 @@ class EnvironmentSettings(Settings):
         """A remark on the scores for reports, if success means something else than in the benchmark."""
         return ""
 
+    @property
+    def rebuilt_prompt_tokens(self) -> int | None:
+        """Most tokens of a prompt, if every turn has a prompt of its own; None if conversations grow."""
+        return None
+
     def input_files(self) -> Mapping[str, Path]:
         """Files whose contents influence the run, by name, beside those of fields of type Path."""
         return {}
@@ -636,6 +641,9 @@ class ExternalEpisode(Episode):
 
     def read(self, text: str) -> Message:
         return self._guarded(lambda: self.environment.read(text))
+
+    def convert(self, text: str) -> str:
+        return self._guarded(lambda: self.environment.convert(text))
 
     def set_sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Pass log-probs and token bytes of the next turn to the program; call this before :meth:`read`."""

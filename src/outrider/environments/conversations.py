@@ -156,6 +156,10 @@ class ExternalAgent:
         """Parse a turn into the message that the program receives and adds to its history."""
         return Message(role="assistant", content=text)
 
+    def convert(self, text: str) -> str:
+        """Convert a turn of an expert or a recorded one to the form that this program expects."""
+        return text
+
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Called before ``read`` and ``step`` with data about the turn from the policy or the endpoint.
 

@@ -29,6 +29,7 @@ from outrider.environments.base import (
 )
 from outrider.environments.conversations import Conversation, ExternalAgent, PromptLimit, Refusal
 from outrider.environments.parse_rules import NUM_NUMBERED, ParseRuleName, parse
+from outrider.environments.text_games import parse_action
 from outrider.errors import ConfigError
 from outrider.types import Message, Step, Task
 
@@ -225,6 +226,10 @@ class WindowedSettings(EnvironmentSettings):
         return self.context == "window"
 
     @property
+    def rebuilt_prompt_tokens(self) -> int | None:
+        return self.window.max_prompt_tokens if self.context == "window" else None
+
+    @property
     def needs_commands(self) -> bool:
         """Whether a window needs the possible commands, for the prompt or to parse replies."""
         window = self.window
@@ -352,6 +357,16 @@ class WindowEpisode(ExternalAgent):
         self._start_turn()
         return self._request.messages
 
+    def convert(self, text: str) -> str:
+        """Experts write ``<action>`` tags without a thought. Add what the parse rule requires."""
+        command, problem = parse_action(text)
+        number = self._commands.index(command) if command in self._commands else 0
+        for form in (text, f"<think>\n\n</think>\n\n{text}", f"### ACTION: {number} ###"):
+            parsed = parse(self._settings.parse, form, self._commands)
+            if not problem and parsed.valid and parsed.command == command:
+                return form
+        return text
+
     def step(self, message: Message) -> StepResult:
         parsed = parse(self._settings.parse, message.content, self._commands)
         if parsed.executed:
@@ -360,8 +375,9 @@ class WindowEpisode(ExternalAgent):
             # The rule decides what is valid; strict is the environment's own, which may know more.
             invalid = not parsed.valid or (self._settings.parse == "strict" and result.invalid)
             refused = result.refused or (result.invalid and not invalid)
-            result = replace(result, invalid=invalid, refused=refused)
             self._world_observation = text = result.text
+            message = Message(role="user", content=text) if result.observations else None
+            result = replace(result, message=message, messages=(), invalid=invalid, refused=refused)
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(

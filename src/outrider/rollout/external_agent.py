@@ -21,9 +21,10 @@ from outrider.environments.base import Episode, ExternalEpisode, StepResult
 from outrider.environments.conversations import Conversation, Refusal, SampledTurn
 from outrider.errors import ConfigError, EnvironmentFault, ModelError
 from outrider.rollout.episode import EpisodeRunner
+from outrider.rollout.faults import LIMIT
 from outrider.rollout.hooks import EpisodeState
 from outrider.tokens import ChatRenderer, Tokenizer, decode_text
-from outrider.trace import Node, Trace, split_contexts, without_memory
+from outrider.trace import REBUILT, Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Outcome, Task, ToolSchema
 
 _FOLLOW_UP_ROLES = ("user", "tool")  # rendered after a turn independently of what precedes it
@@ -171,6 +172,8 @@ class ExternalAgentRunner(EpisodeRunner):
                 break
             except Unanswerable as error:
                 next_result = await self._refuse(state.episode, error.refusal)
+                if next_result is None and request.prompt_limit is not None:
+                    node.metadata[LIMIT] = f"environment.window: {error.refusal.reason}"
             if next_result is None:
                 break
             result = next_result
@@ -238,6 +241,8 @@ class ExternalAgentRunner(EpisodeRunner):
             state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=seen.num_cut
         ):
             return Outcome.TRUNCATED_TOKENS
+        if state.episode.request.prompt_limit is not None:
+            state.last_node.metadata[REBUILT] = True
         return None
 
 
