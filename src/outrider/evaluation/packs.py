@@ -40,8 +40,9 @@ from outrider.evaluation.results import RESULTS, SUMMARY, read_results, write_re
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
+from outrider.printing import score
 from outrider.protocols import run_difference
-from outrider.rollout.evaluate import interval
+from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
 from outrider.viewer.run_reader import finite
 
 FORMAT: Final = "outrider pack 1"
@@ -659,6 +660,7 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
                 "num_faults": int(line.get("num_faults", 0)), "score": finite(score["value"]),
                 "ci_low": finite(score["ci_low"]), "ci_high": finite(score["ci_high"]),
                 "mean_return": finite(line.get("mean_return")), "has_tasks": bool(line.get("task_scores")),
+                **{key: line[key] for key in ("panel", "top_p", "top_k") if key in line},
             }  # fmt: skip
             tasks, returns = (
                 _finite_values(line.get(key) or {}, f"{location}: {key}")
@@ -675,6 +677,27 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
                 raise PackError(f"{location}: {difference}")
         rows.append(row)
     return rows
+
+
+def score_lines(pack: Path) -> list[str]:
+    """One line per training and evaluation set of a pack: the last score and its conditions."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in json.loads(read_bytes(pack / TABLES))["evaluations"]:
+        if row["score"] is not None:
+            last[row["run"], row.get("panel", "")] = row
+    lines = []
+    for (name, panel), row in last.items():
+        conditions = describe_conditions(
+            split=row["split"],
+            panel_hash=row["panel_hash"],
+            temperature=row["temperature"],
+            num_samples=read_recipe(pack, name)["evaluation"].get("num_samples", 1),
+            truncation={key: row[key] for key in ("top_p", "top_k") if key in row},
+        )
+        value = score(row["score"], row["ci_low"], row["ci_high"])
+        label = evaluation_label(row["label"], panel)
+        lines.append(f"{name}, {label}: {value} on {row['num_tasks']} tasks; {conditions}")
+    return lines
 
 
 def _finite_values(task_values: Mapping[str, Any], location: str) -> list[float]:
