@@ -116,7 +116,8 @@ def reference(
     means = [float(np.mean(own)) for own in rows]
     parts = rows if samples else [[mean] for mean in means]
     everything = np.array([value for part in parts for value in part])
-    if len(everything) < 2 or np.ptp(everything) <= 1e-9 * max(1.0, np.abs(everything).max()):
+    compared = np.array([*everything, *(v for own in rows for v in own if kind == "leave_one_out")])
+    if len(compared) < 2 or np.ptp(compared) <= 1e-9 * max(1.0, np.abs(compared).max()):
         return [[0.0] * len(own) for own in rows], [0.0] * len(rows)
     baselines = [everything.mean()] * len(rows)
     if kind == "leave_one_out":
@@ -191,6 +192,8 @@ def test_equal_returns_with_different_invalid_turns_have_a_signal() -> None:
     alike: Group = [(1.0, [False, True]), (1.0, [True, False])]
     assert not assign(grpo(invalid_penalty=0.1), alike)[1].advantages.has_signal
     assert assign(grpo(invalid_penalty=0.1, statistics="samples"), alike)[1].advantages.has_signal
+    left_out, _ = assign(grpo(invalid_penalty=0.1, advantage="leave_one_out"), alike)
+    assert left_out == [pytest.approx([0.05, -0.05]), pytest.approx([-0.05, 0.05])]
 
 
 @pytest.mark.parametrize("kind", ["group_normalized", "group_centered"])

@@ -225,8 +225,8 @@ def advantages_per_turn(
     P are the values that ``statistics`` counts in the group: one per rollout, or one per turn. F is 1 for
     ``group_centered``, and ``std P + 1e-6`` for ``group_normalized``. ``leave_one_out`` subtracts the mean of
     the other rollouts' values instead of mean P and has F = 1. With ``std = "batch"``, F is the sample std
-    over all groups plus 1e-4: of P, or of the leave-one-out advantages of P. If the values of a group have no
-    spread, all its advantages are exactly 0.
+    over all groups plus 1e-4: of P, or of the leave-one-out advantages of P. If P has no spread (with
+    ``leave_one_out``: P and the turns' scores), all advantages of the group are exactly 0.
     """
     results: list[RolloutAdvantages] = []
     counted: list[float] = []  # over the batch
@@ -235,7 +235,10 @@ def advantages_per_turn(
         population = np.array([value for part in parts for value in part], dtype=np.float64)
         assigned = np.array([score is not None for score in scores.rollouts], dtype=np.bool_)
         num_others = [population.size - len(part) for part in parts]
-        if not has_spread(population) or (kind == "leave_one_out" and min(num_others) == 0):
+        compared = population
+        if kind == "leave_one_out":  # no std: turns may differ from each other even if P has no spread
+            compared = np.concatenate([population, *map(np.array, scores.turns)])
+        if not has_spread(compared) or (kind == "leave_one_out" and min(num_others) == 0):
             reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
             results.append(
                 RolloutAdvantages(
