@@ -2,7 +2,7 @@
 
     manifest.json       format, runs with versions and inputs, commands, and the SHA-256 of every other file
     manifest.sha256     SHA-256 of the manifest
-    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without paths of the machine;
+    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without the machine's paths;
                         protocol.json compares a run with the protocol that its recipe names
     exact.jsonl         exact returns of trainings without held-out tasks, one line per seed
     tables.json         scores, intervals and costs, computed from the results
