@@ -82,8 +82,8 @@ def format_toml(entries: Sequence[Leaf]) -> str:
 
 
 def key_sources(file: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """Map each dotted key to its source, ``recipe``, ``command`` or ``protocol NAME``. File and overrides must
-    be valid.
+    """Map each dotted key to its source, ``recipe``, ``command`` or ``protocol NAME``. File and overrides
+    must be valid.
     """
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     sources = dict.fromkeys(_keys(tree), "recipe")
@@ -122,6 +122,8 @@ def _walk(
     preset = getattr(settings, "preset", None)
     preset_label = f"preset {preset}" if isinstance(preset, str) else None
     for name, field in type(settings).model_fields.items():
+        if name not in plain:  # records leave it out at its default
+            continue
         default = _default(like, name, field)
         for raw in _below(getattr(settings, name), plain[name], default, set_keys, f"{above}{name}"):
             yield replace(raw, preset=raw.preset or preset_label)
