@@ -565,7 +565,7 @@ def load_settings(
         tree = respelled(tree)
     tree.update(copy.deepcopy(dict(sections or {})))
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return absolute_paths(validate(kind, tree), _folders(file, overrides, sections or {}))
 
 
@@ -594,6 +594,13 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
         raise ConfigError("; ".join(problem_line(kind, item, tree) for item in error.errors())) from error
 
 
+def format_override(key: str, value: Any) -> str:
+    """Format an override ``key=value`` that :func:`load_settings` parses to the plain value."""
+    plain = NONE if value is None else value
+    literal = to_toml({"v": [plain]}).removeprefix("v = [").removesuffix("]")  # in a list a table is inline
+    return f"{key}={literal}"
+
+
 def parse_value(raw: str) -> Any:
     """Parse the value of an override as TOML or, if that fails, as a plain string."""
     try:
@@ -602,7 +609,8 @@ def parse_value(raw: str) -> Any:
         return raw
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` in a tree of plain values. Raises ConfigError."""
     path, separator, raw = override.partition("=")
     parts = path.strip().split(".")
     if not separator or not all(parts):

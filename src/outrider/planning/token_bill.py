@@ -75,7 +75,7 @@ def token_bill(
             counts[name] = _sums([sum(sample) for sample in samples])
         for label, task_set in (("lists", listed), ("no lists", plain)):
             traces = trace_lengths(task_set, task, replies, renderer)
-            counts[f"a row per turn, whole chat, {label}"] = _sums(traces)
+            counts[f"chat of every turn, {label}"] = _sums(traces)
             counts[f"one trace, {label}"] = traces
         counts["written by the policy"] = _sums([num for _, num in samples])
         for n in turns:
