@@ -115,6 +115,8 @@ def _walk(
     preset = getattr(settings, "preset", None)
     preset_label = f"preset {preset}" if isinstance(preset, str) else None
     for name, field in type(settings).model_fields.items():
+        if name not in plain:  # a setting that is only recorded if it is set
+            continue
         default = _default(like, name, field)
         for raw in _below(getattr(settings, name), plain[name], default, set_keys, f"{above}{name}"):
             yield replace(raw, preset=raw.preset or preset_label)
