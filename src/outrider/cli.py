@@ -38,6 +38,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "view": ("view", "inspect", "open runs in the browser (extra: view)"),
     "replay": ("replay", "inspect", "replay the rollouts of a training step without a model"),
     "compare": ("replay", "compare", "compare runs over seeds: intervals, tests, curves"),
+    "protocol": ("protocol", "compare", "compare recipes and runs with published protocols"),
     "verify": ("pack", "compare", "check a pack: files, tables and one row that is rerun"),
     "data": ("data", "data", "list, download and check published data sets"),
     "buffer": ("buffer", "data", "build, import, inspect and query step-trace buffers"),

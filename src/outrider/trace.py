@@ -33,6 +33,11 @@ BODY: Final = "body"
 without those of the chat template. Written only if the update trains on these tokens (``observation_nll``).
 """
 
+REBUILT: Final = "rebuilt"
+"""Key of an environment node's metadata: its ids are a whole prompt, built anew for this turn. The message is
+the observation in it. The rollout's budget of tokens starts again behind it.
+"""
+
 
 @dataclass(slots=True, kw_only=True)
 class Node:
@@ -71,6 +76,11 @@ class Node:
     def trainable(self) -> bool:
         """Whether the policy wrote these tokens."""
         return self.origin is Origin.POLICY
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the tokens are a prompt: that of an episode, or one that was built anew for a turn."""
+        return self.origin is Origin.PROMPT or REBUILT in self.metadata
 
     @property
     def receives_advantages(self) -> bool:
@@ -297,7 +307,8 @@ def split_contexts(path: Sequence[Node]) -> list[Sequence[Node]]:
     """Split a path at restarts into its contexts, which are the samples of an update; statistics count the
     rollout once.
     """
-    starts = [0, *(number for number, node in enumerate(path) if node.restarts), len(path)]
+    # The first node starts a context in any case; in a part of a rollout it may be a restart.
+    starts = [0, *(number for number, node in enumerate(path) if node.restarts and number), len(path)]
     return [path[begin:end] for begin, end in pairwise(starts)] if len(starts) > 2 else [path]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.gigpo import episode_advantages_per_turn
+from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.lamer import Lamer, LamerHook, LamerSettings, episode_turns, returns_to_go
 from outrider.config import validate
 from outrider.engines.base import Request
@@ -24,6 +25,7 @@ from outrider.tokens import ChatRenderer
 from outrider.trace import EARLIER_RETURN, EPISODE, REFLECTION, Node, Trace, split_contexts, split_episodes
 from outrider.training.packing import pack
 from outrider.training.settings import RunSettings
+from outrider.training.setup import check_reflections
 from outrider.training.step_records import trace_rows
 from outrider.training.update import rollout_paths
 from outrider.types import Message, Origin, Outcome
@@ -445,3 +447,11 @@ def test_runs_without_a_second_episode_are_refused(table: dict[str, Any], messag
     assert validate(RunSettings, whole).algorithm.label == "lamer"
     with pytest.raises(ConfigError, match=message):
         validate(RunSettings, whole | table)
+
+
+def test_reflections_that_do_not_fit_into_the_context_are_refused() -> None:
+    lamer = Lamer(LamerSettings(max_reflection_tokens=64))
+    check_reflections(lamer, context_length=65)
+    with pytest.raises(ConfigError, match="max_reflection_tokens = 64 does not fit into the context of 64"):
+        check_reflections(lamer, context_length=64)
+    check_reflections(Grpo(GrpoSettings()), context_length=1)

@@ -219,7 +219,7 @@ def test_no_token_of_a_prefix_is_trained_and_it_is_computed_once() -> None:
     # A demonstration of LUFFY remains trained.
     demonstration = group(1, [1.0])
     demonstration.leaves[0].is_demonstration = True
-    write_advantages(demonstration, SimpleNamespace(values=np.ones(1), assigned=np.ones(1, bool)))  # type: ignore[arg-type]
+    write_advantages(demonstration, SimpleNamespace(values=np.ones(1), assigned=np.ones(1, bool), turns=None))  # type: ignore[arg-type]
     assert [node.credit for node in demonstration.nodes if node.origin is Origin.DEMONSTRATION] == [
         (1.0, 1.0)
     ]
@@ -337,6 +337,20 @@ def test_a_prefix_that_leaves_no_room_gets_shorter(
     assert prefix_length(trace) == num_turns
     hook.adapt([trace])
     assert hook.lengths[TASK.key] == length_after
+
+
+def test_a_prefix_ends_before_a_turn_that_would_be_truncated() -> None:
+    """A part of an action is another action; the policy continues where the expert would have acted."""
+    hook = starting_at(3)
+    limits = validate(Limits, {"step_timeout_s": 60.0, "max_turn_tokens": 8})
+    long = [Step(text="one.", observation=""), Step(text="two and more words.", observation=""), *steps()[2:]]
+    hook.prepare([TASK], [(GUIDED,)], play=play_of({TASK.key: long}))
+    engine = scripted(lambda request, context: "own.")
+    factory = make_factory()
+    runs = scheduler(engine, factory, hooks=(hook,), limits=limits)
+    [trace] = runs.run([TASK], modes=(GUIDED,), training_step=1).traces
+    assert prefix_length(trace) == 1
+    assert [env.texts for env in factory.made if isinstance(env, Fake)] == [["one.", "own.", "own.", "own."]]
 
 
 def test_copies_of_the_hook_have_its_prefixes() -> None:

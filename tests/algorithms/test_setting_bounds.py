@@ -65,17 +65,18 @@ DEFAULTS: dict[type[Settings], dict[str, Any]] = {
         "aggregation": "sequence_mean_token_mean", "num_hybrid": 4,
         "advantage_weight": 0.2, "ratio_weight": 0.05, "quality": True, "timing": "entropy",
         "sign": "decrease",
-        "retrieval": RETRIEVAL, "branch": None,
+        "retrieval": RETRIEVAL, "branch": None, "invalid_penalty": 0.0, "statistics": "rollouts",
     },
     OverlongSettings: {"max_tokens": None, "buffer": None, "factor": 1.0, "counted": "policy"},
     DynamicSamplingSettings: {"metric": "return", "max_extra_batches": 9},
     GroupSettings: OBJECTIVE | {
         "overlong": None, "dynamic_sampling": None, "prefix": None, "reward_kl_weight": 0.0,
+        "invalid_penalty": 0.0, "statistics": "rollouts",
     },
     PrefixSettings: {"share": 0.5, "start": 0.0, "low": 0.25, "high": 0.5},
     UpdateSettings: {
-        "num_mini_batches": 1, "num_epochs": 1, "max_tokens": 4096, "max_logprob_gap": 0.1,
-        "checkpoint_activations": False, "attention": "auto",
+        "num_mini_batches": 1, "mini_batch_samples": None, "num_epochs": 1, "max_tokens": 4096,
+        "max_logprob_gap": 0.1, "checkpoint_activations": False, "attention": "auto",
     },
 }  # fmt: skip
 
@@ -121,7 +122,9 @@ CLOSED: list[tuple[type[Settings], str, float | None, float | None, dict[str, An
     (OverlongSettings, "buffer", 1, None, {}),
     (DynamicSamplingSettings, "max_extra_batches", 0, None, {}),
     (GroupSettings, "reward_kl_weight", 0.0, None, {}),
+    (GroupSettings, "invalid_penalty", 0.0, None, {}),
     (UpdateSettings, "num_mini_batches", 1, None, {}),
+    (UpdateSettings, "mini_batch_samples", 1, None, {}),
     (UpdateSettings, "num_epochs", 1, None, {}),
     (UpdateSettings, "max_tokens", 1, None, {}),
 ]

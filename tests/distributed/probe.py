@@ -99,6 +99,9 @@ class ProbedRank(Rank):
     def state(self) -> dict[str, torch.Tensor]:
         return self.weights(list(self.policy.masters))
 
+    def teacher_state(self) -> dict[str, torch.Tensor]:
+        return _whole(self._averages(), is_receiver=self._rank == 0)
+
     def hang_up(self) -> None:
         os._exit(1)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,8 +88,13 @@ def test_observations_are_counted_over_all_ranks(ranks_of: RanksOf, folder: Path
 
 
 @pytest.mark.parametrize(
-    ("size", "distill"), [(2, {"support": 8}), (3, {"form": "likelihood", "gate": "gap_centered"})], ids=str
-)
+    ("size", "distill"),
+    [
+        (2, {"support": 8}), (3, {"form": "likelihood", "gate": "gap_centered"}), (2, {"support": "all"}),
+        (3, {"support": "all", "alpha": 0.5}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_self_distillation_has_the_gradient_of_one_process(
     ranks_of: RanksOf, folder: Path, size: int, distill: dict[str, object]
 ) -> None:
@@ -112,16 +118,26 @@ def test_self_distillation_has_the_gradient_of_one_process(
     assert found.metrics["distill/loss"] == pytest.approx(wanted.metrics["distill/loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_several_steps_and_the_same_bits_twice(ranks_of: RanksOf, folder: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "cut", "num_steps"),
+    [
+        (2, {"num_mini_batches": 2}, 4),
+        (3, {"num_mini_batches": 2}, 4),
+        (2, {"mini_batch_samples": 7}, 8),  # 24 rollouts
+    ],
+    ids=str,
+)
+def test_several_steps_and_the_same_bits_twice(
+    ranks_of: RanksOf, folder: Path, size: int, cut: dict[str, Any], num_steps: int
+) -> None:
     policy, _ = alone(folder)
     traces = near_the_truth(policy, groups(6, seed=1, longest=20))
-    settings = UpdateSettings(num_mini_batches=2, num_epochs=2, max_tokens=120, max_logprob_gap=1e9)
+    settings = UpdateSettings(**cut, num_epochs=2, max_tokens=120, max_logprob_gap=1e9)
     objective = objective_of("grpo")
     wanted = run(policy, None, traces, objective, settings)
     ranks = ranks_of(size)
     found = ranks.call("found", traces, objective, settings)[0]
-    assert len(wanted.norms) == len(found.norms) == 4
+    assert len(wanted.norms) == len(found.norms) == num_steps
     assert differs(found, wanted) == []
     assert distance(found.weights, wanted.weights) < 1e-6
     ranks.call("anew")

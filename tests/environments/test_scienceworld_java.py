@@ -275,3 +275,38 @@ def test_a_thousand_episodes_leak_nothing(family: TaskSet) -> None:
     )
     assert own[1] < 1.02 * own[0] and live[1] < 1.02 * live[0] and pool.num_replaced == 0
     assert resident < 640 * 1024  # 512 MiB of heap, and the rest
+
+
+ROOMS = (
+    "kitchen", "hallway", "outside", "workshop", "art studio", "greenhouse", "bedroom", "living room",
+    "bathroom", "foundry",
+)  # fmt: skip
+
+
+def test_a_tour_of_the_rooms_is_a_success_by_the_released_rule_only() -> None:
+    pytest.importorskip("scienceworld", reason="ScienceWorld is an optional extra")
+    config = ScienceWorldConfig(
+        task_names=("boil", "find-plant", "inclined-plane-determine-angle"),
+        simplification="easy",
+        num_test_variations=1,
+        success_at="positive",
+        max_moves=31,
+    )
+    family = ScienceWorldEnvironment.build(config)
+    factory = family.make()
+    successes = []
+    for task in family.tasks("test"):
+        environment = factory(task)
+        environment.reset(0)
+        world = environment.environment
+        for number in range(30):
+            result = world.act(f"teleport to {ROOMS[number]}" if number < len(ROOMS) else "wait")
+            if result.done:
+                break
+        assert result.done and result.truncated
+        released = environment.result().success
+        world.settings = config.model_copy(update={"success_at": "full"})
+        successes.append((released, environment.result().success))
+        environment.close()
+    factory.close()
+    assert successes == [(True, False)] * len(config.task_names)

@@ -1,5 +1,6 @@
 """Self-distillation of a real model: gradients of plain passes, and averaged teachers."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,45 @@ def test_the_gradient_is_that_of_plain_passes_where_the_unhelped_context_plays(
     tokens = sum(len(node.token_ids) for path, _ in renderings for node in path if node.trainable)
     assert report.metrics["distill/num_tokens"] == tokens
     assert report.metrics["distill/gap_mean"] != 0.0
+
+
+@pytest.mark.parametrize("distill", FORMS, ids=str)
+@pytest.mark.parametrize("max_tokens", [1, 4096])
+def test_help_at_a_turn_changes_that_turn_and_later_ones(distill: dict[str, Any], max_tokens: int) -> None:
+    """The gradient of plain passes with help before the last turn, or before every turn but the first."""
+    traces, chosen = groups(3, rollouts=3, longest=14), objective(**distill)
+    assert chosen.distill is not None
+    renderings, num_early = [], 0
+    for trace in traces:
+        for leaf, path in trace.rollouts():
+            observations = [node for node in path if node.origin is Origin.ENVIRONMENT]
+            own = observations[-1:] if leaf.rollout == 1 else observations
+            trace.help[leaf.rollout] = tuple(
+                Insertion(
+                    node_id=node.node_id, offset=3, token_ids=(31 + i, 40 + leaf.rollout), text="",
+                    source="file",
+                )
+                for i, node in enumerate(own)
+            )  # fmt: skip
+            helped = with_help(path, trace.help[leaf.rollout])
+            renderings.append((path, helped))
+            before = path[: path.index(own[0])]
+            assert [node.token_ids for node in helped[: len(before)]] == [node.token_ids for node in before]
+            num_early += sum(len(node.token_ids) for node in before if node.trainable)
+    found, report = gradient(traces, chosen, max_tokens=max_tokens)
+    assert_equal_gradients(found, plain_gradient(renderings, chosen.distill), limit=1e-9)
+    # the tokens before the help have a gap of 0, and count in the mean
+    gaps = torch.cat([_gaps(path, helped) for path, helped in renderings])
+    assert int((gaps == 0.0).sum()) >= num_early > 0
+    assert report.metrics["distill/gap_abs"] == pytest.approx(float(gaps.abs().mean()), abs=1e-12)
+
+
+def _gaps(path: Sequence[Node], helped: Sequence[Node]) -> Tensor:
+    model = tiny_model(dtype=torch.float64).model
+    with torch.no_grad():
+        (student, targets), (teacher, _) = rows(model, path), rows(model, helped)
+    gap = (teacher - student).gather(1, targets[:, None])[:, 0]
+    return torch.where(gap.abs() < 1e-12, 0.0, gap)
 
 
 @pytest.mark.parametrize("distill", [*FORMS[:2], {"form": "likelihood"}], ids=str)
@@ -251,6 +291,24 @@ def test_a_resumed_run_with_an_averaged_teacher_has_the_same_bits(tmp_path: Path
     resumed.load(tmp_path, num_steps=1)  # weights that another run wrote
     masters = resumed.policy.masters
     assert all(torch.equal(average, masters[name]) for name, average in resumed.teacher.averages.items())
+
+
+@pytest.mark.parametrize(
+    "distill", [{}, {"form": "likelihood", "gate": "gap_centered"}, {"form": "advantage_add"}], ids=str
+)
+def test_a_teacher_without_numbers_skips_the_step_and_leaves_finite_metrics(distill: dict[str, Any]) -> None:
+    ours = learner(EMA | {"policy_weight": 1.0} | distill)
+    assert ours.teacher is not None
+    masters = {name: master.clone() for name, master in ours.policy.masters.items()}
+    with torch.no_grad():
+        next(iter(ours.teacher.model.parameters())).fill_(torch.nan)
+    algorithm = SimpleNamespace(objective=ours.settings.algorithm,
+                                token_loss=ours.settings.algorithm.token_loss)  # fmt: skip
+    report = ours.update(helped_groups(2), cast(Algorithm, algorithm), on_batch=lambda num: None)
+    assert report.metrics["grad/num_skipped"] == 1.0
+    assert all(map(math.isfinite, report.metrics.values()))
+    assert "distill/gap_mean" not in report.metrics and ours.policy.num_steps == 0
+    assert all(torch.equal(master, masters[name]) for name, master in ours.policy.masters.items())
 
 
 def test_a_frozen_teacher_is_the_reference_and_the_start_is_the_policy() -> None:

@@ -319,6 +319,25 @@ def test_a_centred_gate_has_the_mean_of_the_mini_batch() -> None:
         torch.testing.assert_close(policy.gradient[0], wanted, rtol=1e-12, atol=1e-14)
 
 
+def test_the_mean_gate_is_that_of_the_current_policy_in_later_epochs() -> None:
+    student, helped = tensor([[0.0, 1.0, 0.3]]), tensor([[0.5, -0.5, 0.1]])
+    move, tokens = tensor([[2.0, -1.0, 0.0]]), [0, 1, 1, 2]
+    onehot = torch.eye(3, dtype=torch.float64)[tokens]
+    wanted = torch.zeros(3, dtype=torch.float64)
+    for logits in (student, student + move):
+        gates = torch.sigmoid(5.0 * (helped.log_softmax(-1) - logits.log_softmax(-1)))[0]
+        factors = gates[tokens] - gates[tokens].mean()
+        wanted += (factors[:, None] * (logits.softmax(-1) - onehot)).sum(0) / 4
+    trace = group(num=4)
+    for token in tokens:
+        add_rollout(trace, [[token]], is_helped=False)
+    policy = TablePolicy(student, helped, [[0]] * 4)
+    policy.moves = [move]
+    chosen = objective({"form": "likelihood", "gate": "gap_centered"})
+    run(policy, [trace], chosen, UpdateSettings(num_epochs=2, max_logprob_gap=1e9))
+    torch.testing.assert_close(policy.gradient[0], wanted, rtol=1e-12, atol=1e-14)
+
+
 def test_the_step_ratio_is_capped_and_counts_from_the_start_of_the_update() -> None:
     student, helped = tensor([[0.0, 1.0]]), tensor([[0.5, -0.5]])
     move = tensor([[3.0, 0.0]])

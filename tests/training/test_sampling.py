@@ -140,6 +140,29 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
     assert [trace.task.key for trace in again.traces] == flat
 
 
+def test_a_group_that_replaces_another_one_has_its_share_of_help() -> None:
+    """So that the groups that are trained have exact shares, however many were dropped."""
+    scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
+    helped: list[tuple[int, int]] = []
+
+    def with_help(modes: Sequence[str], group: int) -> Sequence[str]:
+        helped.append((int(modes[0]), group))
+        return modes
+
+    step = sample_step(
+        scheduler, order(12, 4), cursor=0, choice=chosen_by(DynamicSamplingSettings(max_extra_batches=9)),
+        modes=lambda group: (str(group),), step=0, with_help=with_help,
+    )  # fmt: skip
+    own, places = zip(*helped, strict=True)
+    assert own == tuple(range(len(step.traces))) and places[:4] == (0, 1, 2, 3)
+    chosen = [
+        place
+        for place, trace in zip(places, step.traces, strict=True)
+        if any(trace is other for other in step.selected)
+    ]
+    assert sorted(chosen) == [0, 1, 2, 3]
+
+
 def test_every_round_is_prepared_before_its_rollouts() -> None:
     """An algorithm may request experts for the tasks and modes of a round."""
     scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])

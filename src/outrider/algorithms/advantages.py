@@ -23,6 +23,8 @@ Index = Sequence[int] | NDArray[np.int64]
 Variance = Literal["sample", "population"]
 TreeCombination = Literal["sum", "inner", "nested"]
 NoSignalReason = Literal["unscorable", "singleton", "no_spread", "rejected"]
+Statistics = Literal["rollouts", "samples"]
+TurnAdvantageKind = Literal["group_normalized", "group_centered", "leave_one_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,13 +35,15 @@ class RolloutAdvantages:
     infrastructure fault); its value 0 is a placeholder and must not be trained on. ``has_signal`` is False if
     all advantages are 0; ``reason`` is then one of: no rollout has a return (``unscorable``), only one has
     (``singleton``), all returns are equal (``no_spread``), or rejection sampling dropped all rollouts
-    (``rejected``).
+    (``rejected``). ``turns`` are the advantages of the policy turns of each rollout, None if they are all
+    that of the rollout.
     """
 
     values: Float64Array
     assigned: BoolArray
     has_signal: bool
     reason: NoSignalReason | None
+    turns: tuple[Float64Array, ...] | None = None
 
 
 def group_normalized_advantages_per_rollout(
@@ -193,6 +197,97 @@ def best_minus_second_advantages_per_rollout(
 _SPREAD_TOLERANCE = 1e-9
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnScores:
+    """The scores of one group: ``turns`` has those of the policy turns of each rollout, the return minus the
+    penalty of the turn, and ``rollouts`` their mean (None for a rollout without a return, which has no turn).
+    """
+
+    rollouts: Sequence[float | None]
+    turns: Sequence[Sequence[float]]
+
+    def population(self, statistics: Statistics) -> list[list[float]]:
+        """Return the values of each rollout that mean and std count."""
+        if statistics == "samples":
+            return [list(turns) for turns in self.turns]
+        return [[] if score is None else [score] for score in self.rollouts]
+
+
+def advantages_per_turn(
+    groups: Sequence[TurnScores],
+    *,
+    statistics: Statistics,
+    kind: TurnAdvantageKind = "group_normalized",
+    std: Literal["sample", "population", "batch"] = "sample",
+) -> list[RolloutAdvantages]:
+    """Compute the advantage ``(score - mean P) / F`` of every turn, and of every rollout by its mean score.
+
+    P are the values that ``statistics`` counts in the group: one per rollout, or one per turn. F is 1 for
+    ``group_centered``, and ``std P + 1e-6`` for ``group_normalized``. ``leave_one_out`` subtracts the mean of
+    the other rollouts' values instead of mean P and has F = 1. With ``std = "batch"``, F is the sample std
+    over all groups plus 1e-4: of P, or of the leave-one-out advantages of P. If P has no spread (with
+    ``leave_one_out``: P and the turns' scores), all advantages of the group are exactly 0.
+    """
+    results: list[RolloutAdvantages] = []
+    counted: list[float] = []  # over the batch
+    for scores in groups:
+        parts = scores.population(statistics)
+        population = np.array([value for part in parts for value in part], dtype=np.float64)
+        assigned = np.array([score is not None for score in scores.rollouts], dtype=np.bool_)
+        num_others = [population.size - len(part) for part in parts]
+        compared = population
+        if kind == "leave_one_out":  # no std: turns may differ from each other even if P has no spread
+            compared = np.concatenate([population, *map(np.array, scores.turns)])
+        if not has_spread(compared) or (kind == "leave_one_out" and min(num_others) == 0):
+            reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
+            results.append(
+                RolloutAdvantages(
+                    values=np.zeros(assigned.size),
+                    assigned=assigned,
+                    has_signal=False,
+                    reason=reasons[min(int(assigned.sum()), 2)],
+                    turns=tuple(np.zeros(len(own)) for own in scores.turns),
+                )
+            )
+            counted += [0.0] * population.size if kind == "leave_one_out" else population.tolist()
+            continue
+        scale, total = 1.0, math.fsum(population)
+        baselines = [total / population.size] * len(parts)
+        if kind == "leave_one_out":
+            baselines = [(total - math.fsum(part)) / num for part, num in zip(parts, num_others, strict=True)]
+        elif kind == "group_normalized" and std != "batch":
+            squares = (population - baselines[0]) ** 2
+            scale = math.sqrt(math.fsum(squares) / (population.size - (std == "sample"))) + 1e-6
+        values = [
+            0.0 if score is None else (score - baseline) / scale
+            for score, baseline in zip(scores.rollouts, baselines, strict=True)
+        ]
+        turns = tuple(
+            (np.array(own, dtype=np.float64) - baseline) / scale
+            for own, baseline in zip(scores.turns, baselines, strict=True)
+        )
+        results.append(
+            RolloutAdvantages(
+                values=np.array(values, dtype=np.float64),
+                assigned=assigned,
+                has_signal=True,
+                reason=None,
+                turns=turns,
+            )
+        )
+        if kind == "leave_one_out":
+            counted += [value - baselines[i] for i, part in enumerate(parts) for value in part]
+        else:
+            counted += population.tolist()
+    if std != "batch":
+        return results
+    scale = _sample_std(np.array(counted, dtype=np.float64)) + 1e-4
+    return [
+        replace(result, values=result.values / scale, turns=tuple(own / scale for own in result.turns or ()))
+        for result in results
+    ]
+
+
 def batch_scaled_advantages_per_rollout(
     *, returns: Returns, groups: Sequence[Hashable], eps: float = 1e-4
 ) -> Float64Array:
@@ -301,22 +396,27 @@ def reinforce_plus_plus_advantages_per_token(
     gamma: float = 1.0,
     kl_per_token: Float64Array | None = None,
     kl_weight: float = 0.0,
+    turn_penalties: Float64Array | None = None,
+    turn_index: Index = (),
     variance: Variance = "sample",
 ) -> Float64Array:
     """Compute the advantages of REINFORCE++ (arXiv 2501.03262): whitened returns-to-go [T] of the rewards
     of :func:`token_rewards_per_token`.
 
     No groups are needed: one rollout per task is enough. If all returns of a group are equal, its rollouts
-    still get advantages relative to the batch.
+    still get advantages relative to the batch. ``turn_penalties`` are subtracted at the last token of each
+    turn and reach no other turn; ``turn_index`` [T] is the turn of each token.
     """
     # The NaN reward of a rollout's last token propagates to all its earlier tokens, and whitening excludes
     # NaN.
     rewards = token_rewards_per_token(
         returns=returns, rollout_index=rollout_index, kl_per_token=kl_per_token, kl_weight=kl_weight
     )
-    return whitened_per_token(
-        returns_to_go_per_token(rewards, rollout_index=rollout_index, gamma=gamma), variance=variance
-    )
+    values = returns_to_go_per_token(rewards, rollout_index=rollout_index, gamma=gamma)
+    if turn_penalties is not None:
+        penalties = token_rewards_per_token(returns=turn_penalties, rollout_index=turn_index)
+        values -= returns_to_go_per_token(penalties, rollout_index=turn_index, gamma=gamma)
+    return whitened_per_token(values, variance=variance)
 
 
 def reinforce_plus_plus_baseline_advantages_per_token(

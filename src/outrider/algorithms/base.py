@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,10 @@ from outrider import deprecated
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
+    Statistics,
+    TurnAdvantageKind,
+    TurnScores,
+    advantages_per_turn,
     best_minus_second_advantages_per_rollout,
     group_normalized_advantages_per_rollout,
     leave_one_out_advantages_per_rollout,
@@ -215,6 +220,11 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
+        if self.observation_nll > 0 and run.environment.rebuilt_prompt_tokens is not None:
+            raise ValueError(
+                "algorithm.observation_nll needs observations behind the turn that they answer, and "
+                'environment.context = "window" shows them in the next prompt: set 0'
+            )
         if self.observation_nll > 0 and run.environment.keeps_conversations:
             raise ValueError(
                 "algorithm.observation_nll needs observations that the environment returns, and "
@@ -250,6 +260,33 @@ class ObjectiveSettings(Settings):
         from outrider.algorithms.losses import configured_loss
 
         return configured_loss(inputs, self)
+
+
+class TurnScoreSettings(ObjectiveSettings):
+    """Settings of the methods that compare the scores of a group: the score of a turn is the return of its
+    rollout minus the turn's penalty.
+    """
+
+    invalid_penalty: float = Field(0.0, ge=0)
+    """Subtracted from the score of a turn that the environment could not parse, and of no other turn."""
+    statistics: Statistics = "rollouts"
+    """What mean and std of a group count: each rollout once, by the mean score of its turns, or each turn
+    (``samples``), as published code that trains one row per turn does.
+    """
+
+    @model_validator(mode="after")
+    def _turn_scores_apply(self) -> Self:
+        if self.scores_turns and self.advantage in ("mean_normalized", "pass_at_k", "best_minus_second"):
+            raise ValueError(
+                f"advantage = {self.advantage} compares whole rollouts: remove invalid_penalty and "
+                "statistics, or set advantage = group_normalized, group_centered or leave_one_out"
+            )
+        return self
+
+    @property
+    def scores_turns(self) -> bool:
+        """Whether the advantages may differ from those of the rollouts' returns."""
+        return self.invalid_penalty > 0 or self.statistics == "samples"
 
 
 class OffPolicyObjective(ObjectiveSettings):
@@ -336,6 +373,43 @@ def total_returns(trace: Trace) -> list[float | None]:
     ]
 
 
+def turn_scores(trace: Trace, invalid_penalty: float) -> TurnScores:
+    """Return the scores of a group: the return of the rollout (:func:`total_returns`), minus
+    ``invalid_penalty`` for a turn that the environment could not parse.
+
+    A turn that several rollouts share has a score in each of them.
+    """
+    rollouts: list[float | None] = []
+    turns: list[list[float]] = []
+    for value, (_, path) in zip(total_returns(trace), trace.rollouts(), strict=True):
+        penalties = [
+            invalid_penalty if node.metadata.get("invalid", False) else 0.0 for node in path if node.trainable
+        ]
+        if value is None:
+            rollouts.append(None)
+            turns.append([])
+            continue
+        # subtract the mean penalty of the turns, so that the advantages stay centred
+        rollouts.append(value - (fmean(penalties) if penalties else 0.0))
+        turns.append([value - penalty for penalty in penalties])
+    return TurnScores(rollouts=rollouts, turns=turns)
+
+
+def turn_advantages(
+    traces: Sequence[Trace],
+    settings: TurnScoreSettings,
+    *,
+    std: Literal["sample", "population", "batch"] = "sample",
+) -> list[RolloutAdvantages]:
+    """Compute the advantages of groups whose turns have scores of their own (``settings.scores_turns``)."""
+    return advantages_per_turn(
+        [turn_scores(trace, settings.invalid_penalty) for trace in traces],
+        statistics=settings.statistics,
+        kind=cast(TurnAdvantageKind, settings.advantage),
+        std=std,
+    )
+
+
 def with_values(advantages: RolloutAdvantages, values: Float64Array) -> RolloutAdvantages:
     """Replace the advantages of a group by ``values`` [N], for example with those of a custom baseline.
 
@@ -402,7 +476,8 @@ def write_advantages(
     *,
     attribution: Attribution | None = None,
 ) -> None:
-    """Write the advantage of each rollout to its trainable tokens; rollouts without a return get none.
+    """Write the advantage of each rollout, or of each of its turns (``advantages.turns``), to its trainable
+    tokens; rollouts without a return get none.
 
     Args:
         attribution: advantage of a node that several rollouts share (ARPO, arXiv 2507.19849, section 3.2).
@@ -416,14 +491,17 @@ def write_advantages(
     scales = ratio_scales if ratio_scales is not None else [1.0] * len(advantages.values)
     users: dict[int, list[tuple[int, float, float]]] = {}
     values, assigned = np.asarray(advantages.values).tolist(), advantages.assigned.tolist()
-    for (leaf, path), value, has_return, scale in zip(
-        trace.rollouts(), values, assigned, scales, strict=True
+    by_turn = advantages.turns
+    for index, ((leaf, path), value, has_return, scale) in enumerate(
+        zip(trace.rollouts(), values, assigned, scales, strict=True)
     ):
         leaf.advantage = value if has_return else None
+        turns = None if by_turn is None else iter(by_turn[index].tolist())
         for node in path if has_return else ():
             # In a rollout of the policy, a demonstrator's turns are a prefix, which is only context.
             if node.trainable or (node.receives_advantages and leaf.is_demonstration):
-                users.setdefault(node.node_id, []).append((leaf.rollout, value, scale))
+                own = next(turns) if turns is not None and node.trainable else value
+                users.setdefault(node.node_id, []).append((leaf.rollout, own, scale))
     for node_id, shared in users.items():
         node = trace.nodes[node_id]
         if node.credit is not None or node.shares is not None or (len(shared) > 1 and attribution is None):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Form = Literal[
     "ratio", "divergence", "reverse_kl", "likelihood", "k3_ratio", "advantage_add", "advantage_scale"
 ]
-HelpSource = Literal["tips", "sibling", "feedback", "demonstration", "file"]
+HelpSource = Literal["tips", "retrieved", "sibling", "feedback", "demonstration", "file"]
 _SAMPLED_ON_POLICY: Final = ("reverse_kl", "k3_ratio", "advantage_add", "advantage_scale")
 _WITHOUT_WEIGHT: Final = ("ratio", "advantage_scale")
 _WITHOUT_TERM: Final = ("ratio", "advantage_add", "advantage_scale")
@@ -76,7 +76,8 @@ class DistillSettings(Settings):
     training steps in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy
     at the start of the step, a moving average with ``teacher_rate``, or the policy at the start of the
     run. ``threshold``: return of a sibling that counts as a success. ``path``: JSON lines with ``text``
-    and ``task`` or ``match``. ``template`` is the text around ``{help}``; tips alone look as in rollouts
+    and ``task`` or ``match``. ``place``: help is at the end of the first user message, or of the message
+    before every turn. ``template`` is the text around ``{help}``; tips alone look as in rollouts
     that see them. ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest
     first. ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """
@@ -111,6 +112,7 @@ class DistillSettings(Settings):
     scale_steps: int = Field(50, ge=1)
     teacher: Literal["start", "ema", "frozen"] = "start"
     teacher_rate: float = Field(0.05, gt=0, le=1)
+    place: Literal["first", "turn"] = "first"
     template: str = "What is known here:\n{help}"
     max_help_tokens: int = Field(256, ge=1)
     exclude_own_group: bool = True
@@ -176,6 +178,11 @@ class DistillSettings(Settings):
             )
         if self.form == "ratio":
             self._validate_ratio(changed)
+        if self.plays != "unhelped" and "retrieved" in self.help:
+            raise ValueError(
+                "distill.help = retrieved is for the teacher of rollouts without help, because rollouts that "
+                "retrieve are trained with what they saw: set plays = unhelped"
+            )
         if self.plays != "unhelped" and (late := {"sibling", "feedback"} & set(self.help)):
             raise ValueError(
                 f"distill.help = {sorted(late)[0]}: what a group ends with cannot be shown before it is "
@@ -260,10 +267,25 @@ class DistillSettings(Settings):
                 "algorithm.distill.help = tips, and nothing writes tips: add [algorithm.tips] (type = "
                 "combined) or set algorithm.type = empo2"
             )
+        if "retrieved" in self.help and algorithm.executes_retrieved:
+            raise ValueError(
+                "algorithm.distill.help = retrieved with retrieval.mode = execute: executed steps are part "
+                "of the episode; set retrieval.mode = context"
+            )
+        if "retrieved" in self.help and not algorithm.retrieves:
+            raise ValueError(
+                "algorithm.distill.help = retrieved, and nothing retrieves: add [algorithm.retrieval] (type "
+                "= combined) or set algorithm.type = rapo"
+            )
         if has_tips and self.plays != "unhelped" and self.help != ("tips",):
             raise ValueError(
                 f"algorithm.distill.plays = {self.plays}: in a run with tips, rollouts are sampled with tips "
                 "only: set help = tips, or plays = unhelped"
+            )
+        if has_tips and self.plays == "helped" and self.place != "first":
+            raise ValueError(
+                "algorithm.distill.place has no effect with plays = helped in a run with tips, which shows "
+                "them before every turn: remove it"
             )
         if has_tips and self.plays == "both" and self.helped_share != 0.5:
             raise ValueError(
@@ -304,16 +326,6 @@ class DistillSettings(Settings):
             raise ValueError(
                 "algorithm.distill.teacher = ema with model.lora: the mean of two factors is not the mean of "
                 "their product: set teacher = start or frozen"
-            )
-        if run.cluster.num_trainers > 1 and self.teacher == "ema":
-            raise ValueError(
-                "algorithm.distill.teacher = ema needs cluster.num_trainers = 1: set teacher = start or "
-                "frozen"
-            )
-        if run.cluster.num_trainers > 1 and self.support == "all":
-            raise ValueError(
-                "algorithm.distill.support = all needs cluster.num_trainers = 1: set a number of tokens, for "
-                "example 100"
             )
         if algorithm.loss.type == "gspo" and self.form in ("advantage_add", "advantage_scale"):
             raise ValueError(

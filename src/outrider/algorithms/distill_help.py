@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.algorithms.base import Algorithm
 from outrider.algorithms.distill import DistillSettings, HelpSource
 from outrider.algorithms.gigpo import step_returns
+from outrider.algorithms.retrieval import RetrievalHook
 from outrider.algorithms.tips import (
     HEADING,
     PLAIN,
@@ -29,11 +30,19 @@ from outrider.algorithms.tips import (
 )
 from outrider.errors import DataError
 from outrider.files import readable
-from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part, join_modes
+from outrider.rollout.hooks import (
+    HYBRID,
+    EpisodeState,
+    Hook,
+    Splice,
+    has_part,
+    join_modes,
+    join_observation,
+)
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
 from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
-from outrider.types import Message, Origin, Task
+from outrider.types import Message, Origin, Step, Task
 
 HELPED: Final = "helped"
 """Part of the mode of rollouts that are sampled with help other than tips."""
@@ -46,6 +55,7 @@ WITHOUT_HELP: Final = "without_help"
 NO_ROOM: Final = "no_room"
 _REASONS: Final[Mapping[HelpSource, str]] = {
     "tips": "no_tip",
+    "retrieved": "no_step",
     "sibling": "no_sibling",
     "demonstration": "no_demonstration",
     "file": "no_text",
@@ -219,15 +229,16 @@ def with_helped_mode(
 class HelpHook(Hook):
     """Collects help after rollouts, and shows it to rollouts whose mode is ``helped``.
 
-    ``tips`` are those of the run. If the group's own tips are excluded, this hook must come before that of
-    the tips. ``count_tokens`` counts the tokens of a text inside a message. ``demonstrations`` are the lines
-    of the experts' episodes by task key. ``renderer`` and ``context_length`` are those of the process that
-    collects help; without a renderer none is collected.
+    ``tips`` and ``retrieval`` are the run's hooks of these sources. If the group's own tips are excluded,
+    this hook must come before that of the tips. ``count_tokens`` counts the tokens of a text inside a
+    message. ``demonstrations`` are the lines of the experts' episodes by task key. ``renderer`` and
+    ``context_length`` are those of the process that collects help; without a renderer none is collected.
     """
 
     settings: DistillSettings = field(kw_only=False)
     count_tokens: Callable[[str], int]
     tips: TipHook | None = None
+    retrieval: RetrievalHook | None = None
     texts: Sequence[FileText] = ()
     renderer: ChatRenderer | None = None
     context_length: int = 0
@@ -235,8 +246,11 @@ class HelpHook(Hook):
     _fitted: dict[tuple[tuple[_Part, ...], int], tuple[str, str]] = field(default_factory=dict)
 
     def before_turn(self, state: EpisodeState) -> Sequence[Splice]:
-        """Show help in front of the first turn of a rollout that is sampled with it."""
-        if state.turn or not has_part(state.mode, HELPED):
+        """Show help in front of the first turn of every context of a rollout that is sampled with it, or of
+        every turn.
+        """
+        is_place = self.settings.place == "turn" or not state.turn or state.last_node.restarts
+        if not is_place or not has_part(state.mode, HELPED):
             return ()
         parts = [self.task_part(source, state.task) for source in self.settings.help]
         text, source = self._fit(parts, self.settings.max_help_tokens)
@@ -265,23 +279,52 @@ class HelpHook(Hook):
                     parts = [self.task_part(source, trace.task) for source in self.settings.help]
                     path[-1].metadata[WITHOUT_HELP] = self._reason(parts)
             elif tip_mode(mode) == PLAIN and self.settings.plays != "helped":
-                self._insert(trace, leaf, path, self.renderer)
+                is_hybrid = has_part(mode, HYBRID)  # it retrieves itself
+                sources = [source for source in self.settings.help if source != "retrieved" or not is_hybrid]
+                if sources:
+                    self._insert(trace, leaf, path, self.renderer, sources)
         if pairs:
             weigh_turns(trace, self.settings)
 
-    def _insert(self, trace: Trace, leaf: Leaf, path: Sequence[Node], renderer: ChatRenderer) -> None:
-        longest = max(sum(len(node.token_ids) for node in sample) for sample in split_contexts(path))
-        budget = min(self.settings.max_help_tokens, self.context_length - longest)
-        parts = [self._rollout_part(source, trace, leaf, path, budget) for source in self.settings.help]
-        text, source = self._fit(parts, budget)
-        if not text:
+    def _insert(
+        self,
+        trace: Trace,
+        leaf: Leaf,
+        path: Sequence[Node],
+        renderer: ChatRenderer,
+        sources: Sequence[HelpSource],
+    ) -> None:
+        is_repeated = self.settings.place == "first"  # one text in all contexts
+        rooms = [
+            self.context_length - sum(len(node.token_ids) for node in context)
+            for context in split_contexts(path)
+        ]
+        rooms = [min(rooms)] * len(rooms) if is_repeated else rooms
+        insertions: list[Insertion] = []
+        parts: list[_Part] = []
+        shown: list[int] = []
+        number, insertion = 0, None
+        for node, offset in help_positions(path, renderer.opening, place=self.settings.place):
+            number += node.restarts
+            if not (is_repeated and parts):
+                before = path[: path.index(node) + 1]
+                budget = min(self.settings.max_help_tokens, rooms[number])
+                own = [
+                    self._rollout_part(source, trace, leaf, path, before, budget, shown) for source in sources
+                ]
+                parts += own
+                text, source = self._fit(own, budget)
+                token_ids = renderer.bridge((), [Message(role="inline", content=text)]) if text else ()
+                insertion = Insertion(
+                    node_id=node.node_id, offset=offset, token_ids=token_ids, text=text, source=source
+                )
+                rooms[number] -= len(token_ids)
+            if insertion is not None and insertion.text:
+                insertions.append(replace(insertion, node_id=node.node_id, offset=offset))
+        if insertions:
+            trace.help[leaf.rollout] = tuple(insertions)
+        else:
             path[-1].metadata[WITHOUT_HELP] = self._reason(parts)
-            return
-        token_ids = renderer.bridge((), [Message(role="inline", content=text)])
-        trace.help[leaf.rollout] = tuple(
-            Insertion(node_id=node.node_id, offset=offset, token_ids=token_ids, text=text, source=source)
-            for node, offset in help_positions(path, renderer.opening)
-        )
 
     def _reason(self, parts: Sequence[_Part]) -> str:
         """Return why a rollout has no help: no text, or none that fits."""
@@ -289,22 +332,40 @@ class HelpHook(Hook):
         return NO_ROOM if has_text else _REASONS.get(self.settings.help[0], NO_ROOM)
 
     def _rollout_part(
-        self, source: HelpSource, trace: Trace, leaf: Leaf, path: Sequence[Node], budget: int
+        self,
+        source: HelpSource,
+        trace: Trace,
+        leaf: Leaf,
+        path: Sequence[Node],
+        before: Sequence[Node],
+        budget: int,
+        shown: list[int],
     ) -> _Part:
-        """Return the lines of a source for one rollout."""
+        """Return the lines of a source for one rollout, at the end of the nodes ``before``. ``shown`` are the
+        ids of the retrieved steps so far, which are extended.
+        """
         if source == "sibling":
             sibling = find_sibling(trace, leaf.rollout, self.settings.threshold)
             return _Part(source=source, lines=() if sibling is None else tuple(episode_lines(sibling)))
         if source == "feedback":
             return _Part(source=source, lines=tuple(feedback_lines(leaf, path)))
         if source == "tips" and self.tips is not None:
-            hits, shown, _ = self.tips.select(path[:1], trace.task, budget=budget)
+            hits, fitting, _ = self.tips.select(before, trace.task, budget=budget)
             return _Part(
                 source=source,
-                lines=tuple(hit.tip.text for hit in shown),
-                ages=tuple(hit.tip.tip_id for hit in shown),
-                is_cut=len(shown) < len(hits),
+                lines=tuple(hit.tip.text for hit in fitting),
+                ages=tuple(hit.tip.tip_id for hit in fitting),
+                is_cut=len(fitting) < len(hits),
             )
+        if source == "retrieved" and self.retrieval is not None:
+            history = [
+                Step(text=node.message.content, observation=answer)
+                for node, answer in answered_turns(before, "")
+            ]
+            records = self.retrieval.nearest_steps(trace.task, history, shown)
+            shown += [record.step_id for record in records]
+            texts = (join_observation(record.text, record.observation).strip() for record in records)
+            return _Part(source=source, lines=tuple(texts))
         return self.task_part(source, trace.task)
 
     def task_part(self, source: HelpSource, task: Task) -> _Part:
@@ -361,15 +422,27 @@ class HelpHook(Hook):
         self.demonstrations = dict(snapshot)
 
 
-def help_positions(path: Sequence[Node], opening: tuple[int, ...]) -> list[tuple[Node, int]]:
-    """Return for each context of a rollout the node and the offset at which help is inserted.
+def help_positions(
+    path: Sequence[Node], opening: tuple[int, ...], *, place: Literal["first", "turn"] = "first"
+) -> list[tuple[Node, int]]:
+    """Return the nodes and the offsets at which help is inserted into a rollout.
 
-    The position is the end of the first user message, before the tokens that the template writes after it
-    (``opening``). A context that starts with another prompt has help at the end of its own prompt.
+    With ``first``, this is for each context the end of the first user message, before the tokens that the
+    template writes after it (``opening``). A context that starts with another prompt has help at the end of
+    its own prompt. With ``turn``, it is the end of the newest message before every turn of the policy.
     """
+    positions: list[tuple[Node, int]] = []
+    if place == "turn":
+        newest: Node | None = None
+        for node in path:
+            if node.origin in (Origin.PROMPT, Origin.ENVIRONMENT):
+                newest = node
+            elif node.trainable and newest is not None:
+                positions.append((newest, _text_length(newest.token_ids, opening)))
+                newest = None
+        return positions
     begin = _text_length(path[0].token_ids, opening)
     prompt = path[0].token_ids[:begin]
-    positions: list[tuple[Node, int]] = []
     for sample in split_contexts(path):
         first = sample[0]
         is_same = first.token_ids[:begin] == prompt
@@ -396,10 +469,11 @@ def add_help_hook(algorithm: Algorithm, *, count_tokens: Callable[[str], int]) -
         settings,
         count_tokens=count_tokens,
         tips=next((item for item in algorithm.hooks if isinstance(item, TipHook)), None),
+        retrieval=next((item for item in algorithm.hooks if isinstance(item, RetrievalHook)), None),
         texts=() if settings.path is None else read_help_file(Path(settings.path)),
     )
-    # Without tips, help comes first: a prefix executes turns, and help is shown at the prompt.
-    is_first = settings.exclude_own_group or hook.tips is None
+    # A prefix executes turns: help at the prompt is shown before them, and help at a turn after them.
+    is_first = settings.place == "first" if hook.tips is None else settings.exclude_own_group
     algorithm.hooks = (hook, *algorithm.hooks) if is_first else (*algorithm.hooks, hook)
 
 
@@ -458,10 +532,12 @@ def help_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     return metrics
 
 
-def _num_help_tokens(trace: Trace, leaf: Leaf, path: Sequence[Node]) -> int:
-    """Number of tokens in which the two contexts of a rollout differ; 0 if it has one context only."""
+def _num_help_tokens(trace: Trace, leaf: Leaf, path: Sequence[Node]) -> float:
+    """Number of tokens in which the two renderings of a rollout differ, the mean over its contexts; 0 if it
+    has one rendering only.
+    """
     if insertions := trace.help.get(leaf.rollout):
-        return len(insertions[0].token_ids)
+        return sum(len(each.token_ids) for each in insertions) / len(split_contexts(path))
     if not trace.without_memory:
         return 0
     return sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)

@@ -26,7 +26,9 @@ from outrider.algorithms.base import (
     GroupAdvantages,
     ObjectiveSettings,
     OffPolicyObjective,
+    TurnScoreSettings,
     outcome_advantages,
+    turn_advantages,
     write_advantages,
 )
 from outrider.algorithms.distill import DistillSettings
@@ -81,7 +83,7 @@ class Parts:
     tips: TipSettings | None = None
 
 
-class ExplorationSettings(ObjectiveSettings):
+class ExplorationSettings(TurnScoreSettings):
     """Validation and properties shared by all types with exploration parts.
 
     A subclass defines the fields and :attr:`parts`. ``flat`` is the part whose keys are at the top level of
@@ -129,6 +131,11 @@ class ExplorationSettings(ObjectiveSettings):
             require_countable(self, parts.branch.attribution)
         if self.distill is not None and parts.tips is not None:
             self._check_shares(self.distill, parts.tips)
+        if self.has_steps_as_help and parts.reward and parts.reward.num_hybrid == self.group_size:
+            raise ValueError(
+                "distill.help = retrieved needs rollouts that do not retrieve themselves: set "
+                f"{self._section('retrieval')}num_hybrid below group_size"
+            )
         return self
 
     def _check_shares(self, distill: DistillSettings, tips: TipSettings) -> None:
@@ -194,9 +201,15 @@ class ExplorationSettings(ObjectiveSettings):
         return self.distill is not None and "tips" in self.distill.help
 
     @property
+    def has_steps_as_help(self) -> bool:
+        """Whether a teacher reads retrieved steps (self-distillation)."""
+        return self.distill is not None and "retrieved" in self.distill.help
+
+    @property
     def retrieves(self) -> bool:
-        reward = self.parts.reward
-        return reward is not None and reward.num_hybrid > 0
+        parts = self.parts
+        num_hybrid = parts.reward.num_hybrid if parts.reward is not None else 0
+        return parts.retrieval is not None and (num_hybrid > 0 or self.has_steps_as_help)
 
     @property
     def executes_retrieved(self) -> bool:
@@ -472,7 +485,9 @@ class Exploration(Algorithm):
             measurements[self.novelty.metric] = measured
             trace.without_memory = tip_mode(trace.modes[0]) == TIPS_OFF
         advantages, scales = (
-            outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k),
+            turn_advantages([trace], self.settings)[0]
+            if self.settings.scores_turns
+            else outcome_advantages(trace, self.objective.advantage, pass_k=self.objective.pass_k),
             None,
         )
         if parts.reward is not None:

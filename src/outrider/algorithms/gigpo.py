@@ -8,8 +8,6 @@ rounded once, so that no value depends on the order of the rollouts.
 import math
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import partial
-from statistics import fmean
 from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,10 +16,15 @@ from pydantic import Field, model_validator
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
-    group_normalized_advantages_per_rollout,
     has_spread,
 )
-from outrider.algorithms.base import AdvantageKind, GroupAdvantages, ObjectiveSettings, require_unassigned
+from outrider.algorithms.base import (
+    AdvantageKind,
+    GroupAdvantages,
+    TurnScoreSettings,
+    require_unassigned,
+    turn_advantages,
+)
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.presets import GIGPO_PRESETS, GigpoPreset, with_preset
 from outrider.trace import Node, PolicyTurn, Trace, policy_turns
@@ -142,18 +145,17 @@ def _resembles(matcher: "SequenceMatcher[str]", text: str, threshold: float) -> 
 _KINDS: Mapping[str, AdvantageKind] = {"none": "group_centered", "std": "group_normalized"}
 
 
-class GigpoSettings(ObjectiveSettings):
+class GigpoSettings(TurnScoreSettings):
     """Settings of GiGPO. The defaults are the paper's "w/o std". ``advantage`` is derived from
     ``normalization``.
 
     ``gamma`` discounts step rewards per turn. ``step_weight`` is omega of ``A = A^E + omega A^S``.
     ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal
-    observations: ``exact``, or a minimum ratio of difflib. ``episode_statistics`` counts ``rollouts`` once,
-    or ``turns`` as the released code does. ``anchor = turn`` compares the step reward of turn number k with
-    that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of turns); it
-    needs neither ``gamma`` nor ``similarity``. ``invalid_penalty`` is subtracted from the return and the
-    step return of a turn that the environment could not parse. ``preset`` sets the defaults of all keys
-    that you leave out.
+    observations: ``exact``, or a minimum ratio of difflib. ``episode_statistics`` is an older name of
+    ``statistics``, with ``turns`` for ``samples``. ``anchor = turn`` compares the step reward of turn number
+    k with that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of
+    turns); it needs neither ``gamma`` nor ``similarity``. ``invalid_penalty`` is also subtracted from the
+    step return of the turn. ``preset`` sets the defaults of all keys that you leave out.
     """
 
     presets = GIGPO_PRESETS
@@ -171,14 +173,20 @@ class GigpoSettings(ObjectiveSettings):
     """
     similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
     episode_statistics: Literal["rollouts", "turns"] = "rollouts"
-    invalid_penalty: float = Field(0.0, ge=0)
 
     @model_validator(mode="before")
     @classmethod
     def _advantage(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        # Both names, before the preset: it sets only one of them, which must not contradict a recipe.
+        names = {"rollouts": "rollouts", "samples": "turns"}
+        if (given := str(data.get("statistics"))) in names:
+            data = {"episode_statistics": names[given], **data}
         whole = with_preset(GIGPO_PRESETS, data, default="gigpo")
+        older = {old: new for new, old in names.items()}
+        if (given := str(whole.get("episode_statistics"))) in older:
+            whole = {"statistics": older[given], **whole}
         return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 
     @model_validator(mode="after")
@@ -186,6 +194,11 @@ class GigpoSettings(ObjectiveSettings):
         if self.advantage != _KINDS[self.normalization]:
             raise ValueError(
                 f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"
+            )
+        if (self.episode_statistics == "turns") != (self.statistics == "samples"):
+            raise ValueError(
+                f"episode_statistics = {self.episode_statistics} contradicts statistics = {self.statistics}: "
+                "remove episode_statistics"
             )
         if self.anchor == "turn":
             for key in ("gamma", "similarity"):
@@ -207,19 +220,13 @@ class Gigpo(OnPolicyGroup):
         """
         chosen = self.settings
         rollouts = list(trace.rollouts())
-        scores: list[float | None] = []  # one per rollout
         turns: list[PolicyTurn] = []
         turn_numbers: list[int] = []
-        turn_scores: list[float] = []
         step_scores: list[float] = []
         for leaf, path in rollouts:
             if leaf.episode_return is None:
-                scores.append(None)
                 continue
             own = policy_turns(path)
-            penalties = [
-                chosen.invalid_penalty if turn.node.metadata.get("invalid", False) else 0.0 for turn in own
-            ]
             returns = (
                 # The reward of the last turn may be the outcome, which is in the episode's advantage.
                 [turn.node.reward if turn is not own[-1] else 0.0 for turn in own]
@@ -228,18 +235,13 @@ class Gigpo(OnPolicyGroup):
             )
             turns += own
             turn_numbers += range(len(own))
-            turn_scores += [leaf.episode_return - penalty for penalty in penalties]
-            step_scores += [value - penalty for value, penalty in zip(returns, penalties, strict=True)]
-            # subtract the mean penalty of the turns, so that A^E stays centred
-            scores.append(leaf.episode_return - (fmean(penalties) if penalties else 0.0))
+            step_scores += [
+                value - chosen.invalid_penalty * bool(turn.node.metadata.get("invalid", False))
+                for value, turn in zip(returns, own, strict=True)
+            ]
         require_unassigned(turn.node for turn in turns)
-        scorable = [score for score in scores if score is not None]
-        statistics = partial(
-            episode_advantages_per_turn,
-            population=scorable if chosen.episode_statistics == "rollouts" else turn_scores,
-            normalization=chosen.normalization,
-        )
-        episode = statistics(turn_scores)
+        [plain] = turn_advantages([trace], chosen)
+        episode = np.concatenate([np.zeros(0), *(plain.turns or ())])
         groups = (
             turn_numbers
             if chosen.anchor == "turn"
@@ -251,17 +253,14 @@ class Gigpo(OnPolicyGroup):
             turn.node.credit = (value,) * len(turn.node.token_ids)
         # The group has a signal if any token has one, even if only from the step advantage.
         has_signal = any(value and turn.node.token_ids for turn, value in zip(turns, combined, strict=True))
-        plain = group_normalized_advantages_per_rollout(returns=scores)
-        values = np.zeros(len(scores))
-        values[plain.assigned] = statistics(scorable)
         advantages = RolloutAdvantages(
-            values=values,
+            values=plain.values,
             assigned=plain.assigned,
             has_signal=has_signal,
             reason=None if has_signal else plain.reason or "no_spread",
         )
-        for (leaf, _), value, score in zip(rollouts, values.tolist(), scores, strict=True):
-            leaf.advantage = None if score is None else value
+        for (leaf, _), value in zip(rollouts, plain.values.tolist(), strict=True):
+            leaf.advantage = None if leaf.episode_return is None else value
         sizes = np.bincount(np.array(groups, dtype=np.int64))
         measurements = {
             "gigpo/anchor_group_size": sizes.astype(np.float64).tolist(),

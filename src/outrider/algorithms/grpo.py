@@ -20,12 +20,14 @@ from outrider.algorithms.advantages import (
     NoSignalReason,
     RolloutAdvantages,
     Variance,
+    advantages_per_turn,
     batch_scaled_advantages_per_rollout,
     groups_with_spread,
     leave_one_out_batch_normalized_advantages_per_rollout,
     overlong_penalty,
     reinforce_plus_plus_advantages_per_token,
     reinforce_plus_plus_baseline_advantages_per_token,
+    whitened_per_token,
 )
 from outrider.algorithms.base import (
     AdvantageKind,
@@ -38,9 +40,12 @@ from outrider.algorithms.base import (
     ObjectiveSettings,
     StepPlay,
     TaskChoice,
+    TurnScoreSettings,
     outcome_advantages,
     require_unassigned,
     total_returns,
+    turn_advantages,
+    turn_scores,
     write_advantages,
 )
 from outrider.algorithms.loss_settings import LossSettings, ReinforceLoss, SamplerCorrection
@@ -55,7 +60,7 @@ from outrider.config import Settings
 from outrider.rollout.hooks import ON_POLICY, Hook
 from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
-from outrider.types import Origin, Task
+from outrider.types import Task
 
 if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
@@ -111,7 +116,7 @@ class DynamicSamplingSettings(Settings):
     max_extra_batches: int = Field(9, ge=0)
 
 
-class GroupSettings(ObjectiveSettings):
+class GroupSettings(TurnScoreSettings):
     """``overlong`` and ``dynamic_sampling`` are those of DAPO. ``reward_kl_weight`` is the weight of a KL
     penalty in the reward, without gradient: k1 = log pi_old - log reference, summed over a rollout or, in
     REINFORCE++, per token. The recorded return remains that of the environment.
@@ -162,7 +167,7 @@ class GroupSettings(ObjectiveSettings):
         """
         super().validate_run(run)
         if self.overlong is not None:
-            self.overlong.bounds(run.rollout.max_response_tokens)
+            self.overlong.bounds(run.max_rollout_tokens)
         if self.prefix is not None:
             self.prefix.validate_run(run)
 
@@ -304,7 +309,7 @@ class OnPolicyBatch(OnPolicyGroup):
                     length = sum(
                         len(node.token_ids)
                         for node in path
-                        if node.trainable or (counts_all and node.origin is not Origin.PROMPT)
+                        if node.trainable or (counts_all and not node.is_prompt)
                     )
                     shaping += overlong_penalty(
                         length=length, max_length=longest, buffer=buffer, factor=overlong.factor
@@ -355,6 +360,9 @@ class Grpo(OnPolicyBatch):
     def _assign(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         chosen = self.settings
         measured = self._shape_returns(traces)
+        if chosen.scores_turns:
+            results = turn_advantages(traces, chosen, std=chosen.advantage_std)
+            return _write_groups(traces, results, measured)
         returns = [total_returns(trace) for trace in traces]
         std_ddof: Literal[0, 1] = 0 if chosen.advantage_std == "population" else 1
         results = [
@@ -374,12 +382,18 @@ class Grpo(OnPolicyBatch):
             bounds = np.cumsum([len(group) for group in returns])[:-1]
             parts = np.split(values, bounds)
             results = [replace(group, values=part) for group, part in zip(results, parts, strict=True)]
-        for trace, advantages in zip(traces, results, strict=True):
-            write_advantages(trace, advantages)
-        return [
-            GroupAdvantages(advantages=result, measurements=values)
-            for result, values in zip(results, measured, strict=True)
-        ]
+        return _write_groups(traces, results, measured)
+
+
+def _write_groups(
+    traces: Sequence[Trace], results: Sequence[RolloutAdvantages], measured: Sequence[dict[str, list[float]]]
+) -> list[GroupAdvantages]:
+    for trace, advantages in zip(traces, results, strict=True):
+        write_advantages(trace, advantages)
+    return [
+        GroupAdvantages(advantages=result, measurements=values)
+        for result, values in zip(results, measured, strict=True)
+    ]
 
 
 class ReinforcePlusPlusSettings(GroupSettings):
@@ -405,6 +419,10 @@ class ReinforcePlusPlusSettings(GroupSettings):
             raise ValueError(
                 "REINFORCE++ whitens over the batch: remove advantage "
                 "(group_baseline = true centres in the group)"
+            )
+        if self.statistics == "samples" and not self.group_baseline:
+            raise ValueError(
+                "statistics = samples needs group_baseline = true: REINFORCE++ without it has no group mean"
             )
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")
@@ -443,7 +461,18 @@ class ReinforcePlusPlus(OnPolicyBatch):
         owners = [
             rollout for rollout, (_, _, own) in enumerate(scored) for node in own for _ in node.token_ids
         ]
-        if chosen.group_baseline:
+        if chosen.group_baseline and chosen.scores_turns:
+            groups = [turn_scores(trace, chosen.invalid_penalty) for trace in traces]
+            centred = advantages_per_turn(groups, statistics=chosen.statistics, kind="group_centered")
+            by_turn = [value for group in centred for own in group.turns or () for value in own.tolist()]
+            token_advantages = whitened_per_token(
+                np.array(
+                    [value for value, node in zip(by_turn, nodes, strict=True) for _ in node.token_ids],
+                    dtype=np.float64,
+                ),
+                variance=chosen.variance,
+            )
+        elif chosen.group_baseline:
             token_advantages = reinforce_plus_plus_baseline_advantages_per_token(
                 returns=returns,
                 groups=[number for number, _, _ in scored],
@@ -454,8 +483,15 @@ class ReinforcePlusPlus(OnPolicyBatch):
             kl = None
             if chosen.reward_kl_weight > 0:
                 kl = np.array([value for node in nodes for value in measured_kl(node)], dtype=np.float64)
+            penalties = None
+            if chosen.invalid_penalty > 0:
+                penalties = np.array(
+                    [chosen.invalid_penalty * bool(node.metadata.get("invalid", False)) for node in nodes]
+                )
             token_advantages = reinforce_plus_plus_advantages_per_token(
                 returns=returns,
+                turn_penalties=penalties,
+                turn_index=[turn for turn, node in enumerate(nodes) for _ in node.token_ids],
                 rollout_index=owners,
                 gamma=chosen.gamma,
                 kl_per_token=kl,

@@ -31,7 +31,7 @@ from outrider.rollout.hooks import (
     join_observation,
 )
 from outrider.trace import Node, Trace
-from outrider.types import Origin, Step
+from outrider.types import Origin, Step, Task
 
 _SHARPNESS = 2.0  # the factor 2 in the gain g = tanh(2 * change)
 _ENTROPY_FLOOR = (
@@ -130,7 +130,10 @@ def combined_advantages_per_rollout(
     """
     retrieval = group_normalized_advantages_per_rollout(returns=rewards)
     factors = np.asarray(1.0 + weight * retrieval.values, dtype=np.float64)
-    return replace(outcome, values=factors * outcome.values), factors
+    turns = outcome.turns
+    if turns is not None:
+        turns = tuple(factor * own for factor, own in zip(factors, turns, strict=True))
+    return replace(outcome, values=factors * outcome.values, turns=turns), factors
 
 
 def _checked_entropy(entropy: float) -> float:
@@ -361,16 +364,30 @@ class RetrievalHook(Hook):
         rollout has already seen are excluded.
         """
         inserted = _inserted_step_ids(state)
-        seen = self._record_texts(inserted)
-        allowed = StepFilter(
-            scope=self.settings.scope,
-            task_key=state.task.key,
-            include_terminal=self.settings.include_terminal,
-            exclude=inserted,
-        )
         if random_step:
+            allowed, seen = self._filter(state.task, inserted), self._record_texts(inserted)
             return self._draw(allowed, seen, state.stream("retrieval noise"))
-        vectors = self.buffer.embedder.embed([history_text(state.task.question, state.steps)])
+        return self._nearest(state.task, state.steps, inserted)
+
+    def _filter(self, task: Task, excluded: frozenset[int]) -> StepFilter:
+        return StepFilter(
+            scope=self.settings.scope,
+            task_key=task.key,
+            include_terminal=self.settings.include_terminal,
+            exclude=excluded,
+        )
+
+    def nearest_steps(self, task: Task, steps: Sequence[Step], shown: Collection[int]) -> list[StepRecord]:
+        """Return what mode ``context`` inserts after ``steps``, without ``probability`` and ``noise``. With
+        ``level`` "segment", these are all later steps. ``shown`` are the ids of earlier results.
+        """
+        excluded = frozenset(shown)
+        hit = self._nearest(task, steps, excluded)
+        return [] if hit is None else [hit.record, *self._later_steps(hit.record, excluded)]
+
+    def _nearest(self, task: Task, steps: Sequence[Step], excluded: frozenset[int]) -> Hit | None:
+        seen, allowed = self._record_texts(excluded), self._filter(task, excluded)
+        vectors = self.buffer.embedder.embed([history_text(task.question, steps)])
         num_hits, least = 1, self.settings.min_similarity
         while True:
             hits = self.buffer.query_vectors(vectors, [allowed], k=num_hits)[0]
@@ -398,7 +415,10 @@ class RetrievalHook(Hook):
         """Mode ``context``: insert the stored observation without calling a tool. The step does not become
         part of the history, because it did not happen in this episode.
         """
-        records = [hit.record, *self._later_steps(state, hit.record)]
+        later = self._later_steps(hit.record, _inserted_step_ids(state))
+        if self.settings.level == "segment":
+            del later[int(state.stream("retrieval length").integers(len(later) + 1)) :]
+        records = [hit.record, *later]
         text = "".join(join_observation(record.text, record.observation) for record in records)
         saved = sum(bool(record.observation) for record in records)
         return Splice(
@@ -407,18 +427,16 @@ class RetrievalHook(Hook):
             metadata=self._metadata(hit, [record.step_id for record in records], num_calls_saved=saved),
         )
 
-    def _later_steps(self, state: EpisodeState, first: StepRecord) -> list[StepRecord]:
-        """Return the later steps of the trajectory that ``level`` inserts with ``first``."""
+    def _later_steps(self, first: StepRecord, excluded: Collection[int]) -> list[StepRecord]:
+        """Return the later steps of the trajectory that ``level`` may insert with ``first``."""
         if self.settings.level == "step":
             return []
         records: list[StepRecord] = []
-        seen = self._record_texts(_inserted_step_ids(state)) | {_text_pair(first)}
+        seen = self._record_texts(excluded) | {_text_pair(first)}
         for record in self.buffer.trajectory(first.trajectory_id)[first.step_index + 1 :]:
             if (self.settings.include_terminal or not record.is_terminal) and _text_pair(record) not in seen:
                 records.append(record)
                 seen.add(_text_pair(record))
-        if self.settings.level == "segment":
-            del records[int(state.stream("retrieval length").integers(len(records) + 1)) :]
         return records
 
     def _execute(self, state: EpisodeState, hit: Hit) -> Attempt:

@@ -69,6 +69,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _pack(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.packs import make_pack
+    from outrider.protocols import run_difference
 
     manifest = make_pack(
         parsed.runs,
@@ -80,6 +81,10 @@ def _pack(parsed: argparse.Namespace) -> int:
     print_lines(
         f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}"
     )
+    for name in manifest.runs:
+        record = parsed.out / "runs" / name / "config.toml"
+        if record.is_file() and (difference := run_difference(record)) is not None:
+            print_lines(name, *difference.lines())
     return 0
 
 

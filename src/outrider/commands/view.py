@@ -56,6 +56,11 @@ def add_report(parser: argparse.ArgumentParser) -> None:
         "outrider report runs/demo",
     )
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument(
+        "--protocol",
+        metavar="NAME",
+        help="compare with this protocol (default: that of the recipe)",
+    )
     parser.set_defaults(command=_report)
 
 
@@ -102,10 +107,14 @@ def _comparison_page(runs: Sequence[Path]) -> str:
 
 
 def _report(parsed: argparse.Namespace) -> int:
+    from outrider.protocols import run_difference
     from outrider.viewer.report import write_report
 
     require_run(parsed.run)
-    print_lines(str(write_report(parsed.run)))
+    print_lines(str(write_report(parsed.run, parsed.protocol)))
+    record = parsed.run / "config.toml"
+    if record.is_file() and (difference := run_difference(record, parsed.protocol)) is not None:
+        print_lines(*difference.lines())
     return 0
 
 

@@ -448,6 +448,12 @@ class ShardedScorer(Scorer):
         reshard(self.scoring)
         return loss
 
+    def frozen_head(self) -> nn.Module:
+        self.scoring.unshard()  # type: ignore[operator]  # whole, and in the precision of a forward pass
+        head = super().frozen_head()
+        self.scoring.reshard()  # type: ignore[operator]
+        return head
+
 
 def reshard(scoring: Any) -> None:
     """Free the root's gathered weights after a forward pass without a backward pass, which would

@@ -42,7 +42,16 @@ from outrider.training.checkpoint import file_checksum, require_intact
 from outrider.training.cold_start import cold_start
 from outrider.training.learner import OnStep
 from outrider.training.packing import RolloutPath
-from outrider.training.policy import checkpoint_layers, export, set_threads, tensor_files, tensor_folder
+from outrider.training.policy import (
+    TEACHER,
+    TEACHER_PREFIX,
+    checkpoint_layers,
+    export,
+    save_teacher,
+    set_threads,
+    tensor_files,
+    tensor_folder,
+)
 from outrider.training.settings import (
     ColdStartSettings,
     LoraSettings,
@@ -56,7 +65,8 @@ from outrider.training.update import TokenLossFn, UpdateReport, measure_kl, upda
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
     """Settings of a run for a rank. ``folder`` has the model's configuration and safetensors; ``initial`` is
-    a checkpoint to start from, or None for the folder's weights.
+    a checkpoint to start from, or None for the folder's weights. ``teacher_rate`` is that of an averaged
+    teacher (self-distillation).
     """
 
     folder: str
@@ -72,6 +82,7 @@ class RankSettings:
     num_threads: int
     timeout_s: float
     resources: Resources = field(default_factory=Resources)
+    teacher_rate: float | None = None
 
 
 class Rank:
@@ -101,6 +112,11 @@ class Rank:
         self.reference: ShardedScorer | None = None
         if self._settings.has_reference:
             self._copy_reference()
+        self.teacher: ShardedScorer | None = None
+        if self._settings.teacher_rate is not None:
+            model, scoring = self._sharded(choose=False)
+            self.teacher = ShardedScorer(model, scoring, self.ranks, uses_flex=self._uses_flex)
+            self._reset_teacher()
         num_parameters = sum(local(parameter).numel() for parameter in self.policy.model.parameters())
         return os.getpid(), num_parameters
 
@@ -153,6 +169,28 @@ class Rank:
                 # rounded like the working copy, which a reference in one process copies
                 parameter.copy_(newest[name].to(precision))
 
+    @torch.no_grad()
+    def _reset_teacher(self) -> None:
+        """Copy the policy's weights to the averaged teacher, if there is one. Its shards are float32, and a
+        forward pass rounds them.
+        """
+        if self.teacher is not None:
+            newest = dict(self.policy.model.named_parameters())
+            for name, parameter in self.teacher.model.named_parameters():
+                parameter.copy_(newest[name])
+
+    @torch.no_grad()
+    def _move_teacher(self) -> None:
+        """Move every shard of the averaged teacher towards the policy."""
+        if self.teacher is not None and (rate := self._settings.teacher_rate) is not None:
+            for name, average in self._averages().items():
+                local(average).lerp_(local(self.policy.masters[name]), rate)
+
+    def _averages(self) -> dict[str, Tensor]:
+        assert self.teacher is not None
+        parameters = self.teacher.model.named_parameters()
+        return {name: parameter for name, parameter in parameters if name in self.policy.masters}
+
     def update(
         self,
         traces: Sequence[Trace],
@@ -163,6 +201,7 @@ class Rank:
     ) -> tuple[UpdateReport, int, float]:
         """Run the update; returns its report, the optimizer steps so far, and the learning rate."""
         self._is_sent = False
+        num_steps = self.policy.num_steps
         report = update(
             self.policy,
             traces,
@@ -170,10 +209,14 @@ class Rank:
             settings=self._settings.update,
             token_loss=token_loss,
             reference=self.reference,
+            teacher=self.teacher,
             always_check_mismatch=True,  # the engine has its own weights
             version=version,
             probes=probes,
+            seed=self._settings.seed,
         )
+        if self.policy.num_steps != num_steps:
+            self._move_teacher()
         return report, self.policy.num_steps, self.policy.learning_rate
 
     def score(self, traces: Sequence[Trace]) -> list[list[tuple[float, ...] | None]]:
@@ -195,14 +238,22 @@ class Rank:
             on_step=lambda done, total, values: steps.append((done, total, values)),
         )
         self.policy.fresh_optimizer()
+        self._reset_teacher()
         return steps
 
     def save(self, folder: str) -> None:
         self.policy.save(Path(folder))
+        if self.teacher is not None:
+            averages = _whole(self._averages(), is_receiver=self._rank == 0)
+            if self._rank == 0:
+                save_teacher(averages, Path(folder))
 
     def load(self, folder: str, num_steps: int) -> tuple[int, float]:
         self._is_sent = False
         self.policy.load(Path(folder), num_steps=num_steps)
+        self._reset_teacher()
+        if self.teacher is not None and (Path(folder) / TEACHER).exists():
+            fill(Path(folder), self._averages(), prefix=TEACHER_PREFIX)
         return self.policy.num_steps, self.policy.learning_rate
 
     def freeze_reference(self, path: str) -> None:
@@ -495,6 +546,7 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
     if checkpoint is not None:
         for name in tensor_files(Path(checkpoint)):
             require_intact(Path(checkpoint), name)
+    distill = settings.algorithm.distill
     return RankSettings(
         folder=str(_folder(settings)),
         precision=_precision(settings),
@@ -509,6 +561,7 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
         num_threads=settings.num_threads,
         timeout_s=settings.cluster.update_timeout_s,
         resources=Resources.from_settings(settings),
+        teacher_rate=distill.teacher_rate if distill is not None and distill.teacher == "ema" else None,
     )
 
 

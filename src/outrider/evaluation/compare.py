@@ -3,11 +3,12 @@
 import hashlib
 import json
 import math
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from outrider.evaluation.statistics import (
     verdict,
 )
 from outrider.metrics import WRITTEN_TOKENS
+from outrider.protocols import differing_points
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 # axes of curves, and the metrics of a step that are summed for them
@@ -56,6 +58,7 @@ class ComparedRun:
     ``costs`` are cumulative costs after each training step, by axis. ``rewards`` are the mean training
     rewards of the steps, NaN if unknown. ``evaluations`` are sorted by step, with the last evaluation of each
     step. ``trials`` are all evaluations of a run that adapts at test time, which have the same step.
+    ``record`` is config.toml.
     """
 
     name: str
@@ -66,6 +69,7 @@ class ComparedRun:
     evaluations: tuple[Evaluation, ...]
     trials: tuple[Evaluation, ...]
     notes: tuple[str, ...]
+    record: Mapping[str, Any]
 
     @property
     def num_steps(self) -> int:
@@ -125,6 +129,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
         if data.config.get("evaluation.num_trials", "0") == "0"
         else tuple(evaluation for evaluation in data.evaluations if "score" in evaluation.metrics),
         notes=tuple(notes),
+        record=tomllib.loads((path / "config.toml").read_text(encoding="utf-8")),
     )
 
 
@@ -186,6 +191,7 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
 _SAME_TRAINING: Final = frozenset((
     "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
     "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
+    "protocol", "protocol_sha256",
 ))  # fmt: skip
 # differ between seeds: only whether they are set counts
 STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
@@ -421,7 +427,8 @@ class Pair:
 class Comparison:
     """Results of a comparison. ``conditions`` is an evaluation with the common conditions. ``num_tasks``
     counts the tasks that every run scored (None: only means were recorded), ``num_left_out`` those that only
-    some runs scored. ``settings`` are (key, one value per group) of the settings in which groups differ.
+    some runs scored. ``settings`` are (key, one value per group) of the settings in which groups differ,
+    ``points`` the values per group of the points of a protocol (``outrider.protocols``) in which they differ.
     """
 
     conditions: Evaluation | None
@@ -431,6 +438,7 @@ class Comparison:
     pairs: tuple[Pair, ...]
     curves: tuple[Curves, ...]
     settings: tuple[tuple[str, tuple[str, ...]], ...]
+    points: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...]
 
 
@@ -484,6 +492,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
         pairs=_pairs(runs_by_label, samples, has_task_scores=bool(tasks), seed=seed),
         curves=tuple(curves),
         settings=differing(runs_by_label),
+        points=differing_points({label: members[0].record for label, members in runs_by_label.items()}),
         notes=(
             *(f"{run.name}: {note}" for run in runs for note in run.notes),
             *(why for run in runs if run.evaluations for why in unfinished(run)),

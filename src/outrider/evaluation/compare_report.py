@@ -15,10 +15,12 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
+from outrider.config import NONE
 from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, compare
 from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Estimate, Scores
 from outrider.files import replace_file
 from outrider.printing import FittedTable, is_graded, one_line, points, score
+from outrider.protocols import COMPARABLE, all_points
 from outrider.viewer.report import page_template
 from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
 
@@ -124,11 +126,21 @@ def tables(comparison: Comparison) -> list[TextTable]:
         caption=("Seeds, starting weights, the size of a token budget and what only changes speed, "
                  "checkpoints or evaluation do not count."),
     )  # fmt: skip
+    runs = [run for group in comparison.groups for run in group.runs]
+    has_protocol = _differing_play(comparison) or any(
+        run.record.get("protocol", NONE) != NONE for run in runs
+    )
+    points = TextTable(
+        title="Points of the protocol that differ", columns=("point", *labels),
+        rows=tuple((name, *values) for name, values in comparison.points.items() if has_protocol),
+        caption="What outrider protocol diff compares. Scores under different points are not of one test.",
+    )  # fmt: skip
     every = [
         _group_table(comparison),
         _pair_table(comparison),
         _cost_table(comparison),
         _run_table(comparison),
+        points,
         settings,
     ]
     return [table for table in every if table.rows]
@@ -153,8 +165,9 @@ def _group_table(comparison: Comparison) -> TextTable:
          *(number(group.costs[axis]) if axis in group.costs else "not measured" for axis in AXES))
         for group in comparison.groups
     )  # fmt: skip
+    mark = _differing_play(comparison)
     return TextTable(
-        title="Groups",
+        title=f"Groups, NOT OF ONE PROTOCOL ({mark})" if mark else "Groups",
         columns=(
             "group",
             "seeds",
@@ -171,6 +184,17 @@ def _group_table(comparison: Comparison) -> TextTable:
         "evaluation. Best by chance: the mean by which the best of that many evaluations exceeds the true "
         "score if the policy does not change. Costs: means over runs, of training steps only: no cold start, "
         "no evaluation, and a step that was taken again after a stop counts once.",
+    )
+
+
+def _differing_play(comparison: Comparison) -> str:
+    """The points of play, data and evaluation that differ, with their values; scores are then of several
+    tests.
+    """
+    return "; ".join(
+        f"{name} {' | '.join(values)}"
+        for name, values in comparison.points.items()
+        if all_points()[name].group in COMPARABLE
     )
 
 

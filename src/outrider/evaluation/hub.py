@@ -30,6 +30,7 @@ from outrider.memory.chat_files import SUFFIXES, Imported, import_trajectories
 from outrider.memory.step_store import Database, check_file, check_schema, copy_database, load_all, meta
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import format_mean_return, one_line, score
+from outrider.protocols import compare_settings, find_protocol, protocol_names
 from outrider.resolved import leaves
 from outrider.training.checkpoint import checkpoint_step
 from outrider.training.export import export_run, find_checkpoint
@@ -282,6 +283,7 @@ def model_card(
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if license_name else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
+        _protocol(settings),
         _loading(repo, settings, template),
         "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "
         f"left out.\n\n```toml\n{public_settings(settings).strip()}\n```",
@@ -320,6 +322,14 @@ def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
         *rows,
     ]
     return "\n".join(lines)
+
+
+def _protocol(settings: RunSettings) -> str:
+    if settings.protocol not in protocol_names():
+        return ""
+    protocol = find_protocol(settings.protocol)
+    difference = compare_settings("this run", settings.model_dump(mode="json"), protocol)
+    return "## Protocol\n\n```text\n" + "\n".join(difference.lines()) + "\n```"
 
 
 def _loading(repo: str, settings: RunSettings, template: str) -> str:

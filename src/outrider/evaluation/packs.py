@@ -2,7 +2,8 @@
 
     manifest.json       format, runs with versions and inputs, commands, and the SHA-256 of every other file
     manifest.sha256     SHA-256 of the manifest
-    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without paths of the machine
+    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without paths of the machine;
+                        protocol.json compares a run with the protocol that its recipe names
     exact.jsonl         exact returns of trainings without held-out tasks, one line per seed
     tables.json         scores, intervals and costs, computed from the results
 
@@ -39,6 +40,7 @@ from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
+from outrider.protocols import run_difference
 from outrider.rollout.evaluate import interval
 from outrider.viewer.run_reader import finite
 
@@ -47,6 +49,7 @@ MANIFEST: Final = "manifest.json"
 CHECKSUM: Final = "manifest.sha256"
 TABLES: Final = "tables.json"
 EXACT: Final = "exact.jsonl"
+PROTOCOL: Final = "protocol.json"
 MAX_FILES: Final = 10_000
 MAX_TEXT: Final = 256 * 2**20  # bytes of a file that is parsed
 _NAME: Final = r"^[A-Za-z0-9_=+-][A-Za-z0-9._=+-]{0,199}$"
@@ -528,6 +531,8 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
         )
     tree, inputs = portable(recipe, runs)
     (target / "config.toml").write_text(to_toml(tree) + "\n", encoding="utf-8")
+    if (difference := run_difference(target / "config.toml")) is not None:
+        _write_json(target / PROTOCOL, difference.to_dict())
     start = str(recipe.get("model", {}).get("initial_checkpoint"))
     for name in ("evaluations.jsonl", "metrics.jsonl"):
         whole = b"".join(line + b"\n" for line in whole_lines(source / name)).decode()

@@ -256,7 +256,10 @@ class EpisodeRunner:
                     self._splice(state, intervention, room=self.limits.max_turn_tokens)
                     continue
                 if isinstance(intervention, Demonstration):
-                    ended = await self._demonstrate(state, intervention.text)
+                    turn_ids = self._demonstrated_turn(state, intervention.text)
+                    if len(turn_ids[0]) > self.limits.max_turn_tokens:
+                        break  # truncated, it would be another action: the policy continues before it
+                    ended = await self._demonstrate(state, *turn_ids)
                 else:
                     ended = await self._attempt(state, intervention)
                 if ended is not None:
@@ -389,11 +392,15 @@ class EpisodeRunner:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         return episode_outcome(result) if result.done else None
 
-    async def _demonstrate(self, state: EpisodeState, text: str) -> Outcome | None:
-        """Execute a demonstrator's turn, in the ids that a rollout of the demonstrator would have."""
+    def _demonstrated_turn(self, state: EpisodeState, text: str) -> tuple[Sequence[int], bool]:
+        """Return the ids that a rollout of the demonstrator would have, and whether they end the message."""
         context = state.trace.token_ids(state.last_node.node_id)
         text = self.renderer.demonstration(state.episode.convert(text), context)
-        ids, is_closed = self.renderer.recorded_turn(text, context, stop=self.sampling.stop)
+        return self.renderer.recorded_turn(text, context, stop=self.sampling.stop)
+
+    async def _demonstrate(self, state: EpisodeState, ids: Sequence[int], is_closed: bool) -> Outcome | None:
+        """Execute a demonstrator's turn."""
+        context = state.trace.token_ids(state.last_node.node_id)
         finish = FinishReason.EOS if is_closed else FinishReason.STOP
         max_tokens, _ = self._turn_limits(state)
         if len(ids) > max_tokens:
@@ -564,12 +571,11 @@ def _append_prompt(
     metadata: Mapping[str, object] = MappingProxyType({}),
 ) -> Node:
     """Append the prompt of an episode: the root, or below ``parent`` the start of a new context."""
-    text = "\n".join(message.content for message in episode.prompt)
     # The message contains only the environment's text; the token ids also contain the tool schemas.
     described = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
     return trace.append(
         parent=None if parent is None else parent.node_id, origin=Origin.PROMPT, token_ids=token_ids,
-        metadata=described | dict(metadata), message=Message(role="user", content=text),
+        metadata=described | dict(metadata), message=Message(role="user", content=episode.opening),
         restarts=parent is not None,
     )  # fmt: skip
 

@@ -116,7 +116,8 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
         order,
         cursor=cursor,
         choice=choice,
-        modes=partial(group_modes, parts, step),
+        modes=partial(parts.algorithm.modes_of, step),
+        with_help=partial(helped_modes, parts, step),
         step=step,
         prepare=partial(prepare_round, parts, step),
     )
@@ -132,7 +133,14 @@ def prepare_round(
 
 def group_modes(parts: Components, step: int, group: int) -> Sequence[str]:
     """Return the modes of the rollouts of group number ``group`` of a training step."""
-    modes, settings = parts.algorithm.modes_of(step, group), parts.settings
+    return helped_modes(parts, step, parts.algorithm.modes_of(step, group), group)
+
+
+def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int) -> Sequence[str]:
+    """Return the modes of a group, marked if it is sampled with help. A group that replaces another one has
+    its number, so that the groups that are trained have exact shares.
+    """
+    settings = parts.settings
     if (hook := find_help_hook(parts.algorithm)) is None:
         return modes
     return with_helped_mode(
@@ -189,13 +197,16 @@ def sample_step(
     modes: Callable[[int], Sequence[str]],
     step: int,
     prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], None] = lambda tasks, modes: None,
+    with_help: Callable[[Sequence[str], int], Sequence[str]] = lambda modes, group: modes,
 ) -> SampledStep:
     """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
     its limit of rounds. ``prepare`` is called with the tasks and modes of every round before its rollouts.
+    ``with_help`` marks the modes of a group; its number is that of the dropped group that it replaces.
     """
     if choice.tasks is not None:
-        prepare(choice.tasks, [modes(number) for number in range(len(choice.tasks))])
-        report = rollouts.run(choice.tasks, modes=modes, training_step=step)
+        task_modes = [with_help(modes(number), number) for number in range(len(choice.tasks))]
+        prepare(choice.tasks, task_modes)
+        report = rollouts.run(choice.tasks, modes=task_modes.__getitem__, training_step=step)
         return SampledStep(
             is_filtered=False,
             traces=report.traces,
@@ -213,6 +224,7 @@ def sample_step(
     lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.group_filter, choice.num_groups
+    places = list(range(num_groups))  # numbers without a selected group
     while len(selected) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.
@@ -223,13 +235,19 @@ def sample_step(
         if not tasks:
             break
         # Groups are numbered on through the rounds of a step.
-        round_modes = [modes(len(traces) + number) for number in range(len(tasks))]
+        round_modes = [with_help(modes(len(traces) + number), places[number]) for number in range(len(tasks))]
         prepare(tasks, round_modes)
         report = rollouts.run(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
         )
         traces += report.traces
-        selected += report.traces if filtered is None else filtered.select(report.traces)
+        chosen = report.traces if filtered is None else filtered.select(report.traces)
+        selected += chosen
+        is_chosen = {id(trace) for trace in chosen}
+        filled = {
+            place for place, trace in zip(places, report.traces, strict=False) if id(trace) in is_chosen
+        }
+        places = [place for place in places if place not in filled]
         faults += report.faults
         reasons += report.fault_reasons
         lags.append(report.loop_lag_s)

@@ -7,6 +7,7 @@ Shape letters: R rollouts of a mini-batch, T entries of a micro-batch, M those o
 tokens of another rendering.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -209,7 +210,7 @@ class DistillTerm:
         scale: of ``advantage_scale`` in this update.
         teacher: the teacher's scores of this rank's rollouts.
         head: the teacher's vocabulary projection, if the support is the whole vocabulary.
-        gate_mean: mean gate of the mini-batch at the start, for ``gap_centered``.
+        gate_mean: mean gate of the mini-batch before the optimizer step, for ``gap_centered``.
     """
 
     settings: DistillSettings
@@ -235,6 +236,10 @@ class DistillTerm:
         return TermTokens(
             index_M=index_M.to(device), teacher=self.teacher.scores.select(rows_T[index_M].to(device))
         )
+
+    def is_finite(self, tokens: TermTokens) -> bool:
+        """Whether the teacher's log-probs are numbers; if not, the optimizer step is skipped."""
+        return math.isfinite(self.gate_mean) and bool(torch.isfinite(tokens.teacher.logprobs_T).all())
 
     def support(self, tokens: TermTokens, batch: PackedBatch) -> Support | None:
         """Return what the student's pass scores besides the sampled tokens; entries without the term have

@@ -161,6 +161,7 @@ class LocalLearner:
             version=version,
             probes=probes,
             on_batch=on_batch,
+            seed=self.settings.seed,
         )
         distill = self.settings.algorithm.distill
         if self.teacher is not None and distill is not None and self.policy.num_steps != num_steps:

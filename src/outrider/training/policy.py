@@ -484,6 +484,7 @@ SHARDS: Final = "weights"
 MASTERS: Final = "masters.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 TEACHER: Final = "teacher.safetensors"  # of self-distillation, if it is a moving average
+TEACHER_PREFIX: Final = "teacher/"  # of its tensors' names, which would be those of the masters
 
 
 def tensor_files(folder: Path) -> list[str]:
@@ -865,14 +866,16 @@ class AveragedTeacher(Scorer):
 
     def save(self, folder: Path) -> None:
         """Write the averages into an existing folder. Raises OSError and SafetensorError."""
-        save_file({name: tensor.contiguous() for name, tensor in self.averages.items()}, folder / TEACHER)
+        save_teacher(self.averages, folder)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Load what :meth:`save` wrote. Raises CheckpointError for another model, and OSError or
         SafetensorError.
         """
-        tensors = load_file(folder / TEACHER)
+        tensors = {
+            name.removeprefix(TEACHER_PREFIX): tensor for name, tensor in load_file(folder / TEACHER).items()
+        }
         require_shapes(folder, _shapes(self.averages), _shapes(tensors))
         for name, average in self.averages.items():
             average.copy_(tensors[name])
@@ -882,6 +885,13 @@ class AveragedTeacher(Scorer):
         parameters = dict(self.model.named_parameters())
         for name, average in self.averages.items():
             parameters[name].copy_(average)
+
+
+def save_teacher(averages: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the averaged weights of a teacher, which any number of processes can read."""
+    save_file(
+        {TEACHER_PREFIX + name: tensor.contiguous() for name, tensor in averages.items()}, folder / TEACHER
+    )
 
 
 def checkpoint_layers(model: nn.Module) -> None:

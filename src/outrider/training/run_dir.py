@@ -52,6 +52,7 @@ _PATHS: Final = {
     "model.initial_checkpoint",
     "algorithm.demonstrations",
     "cold_start.demonstrations",
+    "environment.window.prompt",
 }
 # Results do not depend on them unless something breaks, so they may change.
 FREE: Final = {
@@ -64,7 +65,7 @@ FREE: Final = {
     *(f"tracking.{name}" for name in TrackingSettings.model_fields),
     "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
     "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
-    "cluster.placement",
+    "cluster.placement", "protocol", "protocol_sha256",
 }  # fmt: skip
 # They change the order of sums or the device, so results are equal in exact arithmetic only.
 ROUNDING: Final = {

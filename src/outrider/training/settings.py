@@ -2,6 +2,7 @@
 at once.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,7 @@ from outrider.engines.base import PACKAGED, EngineSettings, LocalSettings
 from outrider.environments.base import EnvironmentConfig, is_inline
 from outrider.errors import ConfigError
 from outrider.plugins.registry import EmbedderName, Name, Section
+from outrider.protocols import with_protocol
 from outrider.rollout.settings import EvaluationSettings, Limits, RolloutSettings
 from outrider.viewer.trackers import TrackingSettings
 
@@ -112,21 +114,30 @@ class ColdStartSettings(Settings):
 class UpdateSettings(Settings):
     """The optimizer steps of a training step.
 
-    ``num_mini_batches`` splits the tasks of a step into that many optimizer steps; ``num_epochs`` repeats
-    them. ``max_tokens`` limits the unique tokens of a micro-batch. ``max_logprob_gap`` stops the run before
-    its first update if the log-probs of trainer and engine differ by more (mean absolute difference over a
-    mini-batch, nats), which indicates a fault of the template or the weights. ``checkpoint_activations``
-    trades a second forward pass for the memory of the layers' activations. ``attention``: segment by segment
-    (``segments``), or one compiled call of flex attention for a whole micro-batch (``flex``, on a GPU;
-    ``auto`` there).
+    ``num_mini_batches`` splits the tasks of a step into that many optimizer steps. With
+    ``mini_batch_samples`` N, the samples of a step (a rollout, or each of its contexts if it has several)
+    are shuffled, and every N of them are one optimizer step; the last step has the rest. ``num_epochs``
+    repeats the optimizer steps. ``max_tokens`` limits the unique tokens of a micro-batch.
+    ``max_logprob_gap`` stops the run before its first update if the log-probs of trainer and engine
+    differ by more (mean absolute difference over a mini-batch, nats), which indicates a fault of the
+    template or the weights. ``checkpoint_activations`` trades a second forward pass for the memory of the
+    layers' activations. ``attention``: segment by segment (``segments``), or one compiled call of flex
+    attention for a whole micro-batch (``flex``, on a GPU; ``auto`` there).
     """
 
     num_mini_batches: int = Field(1, ge=1)
+    mini_batch_samples: int | None = Field(None, ge=1)
     num_epochs: int = Field(1, ge=1)
     max_tokens: int = Field(4096, ge=1)
     max_logprob_gap: float = Field(0.1, gt=0)
     checkpoint_activations: bool = False
     attention: Literal["auto", "segments", "flex"] = "auto"
+
+    @model_validator(mode="after")
+    def _validate(self) -> "UpdateSettings":
+        if self.mini_batch_samples is not None and self.num_mini_batches > 1:
+            raise ValueError("mini_batch_samples decides the number of mini-batches: remove num_mini_batches")
+        return self
 
     def uses_flex(self, device: str) -> bool:
         """Whether a micro-batch on this device is one call of flex attention."""
@@ -352,6 +363,10 @@ class TrainSettings(Settings):
 class RunSettings(Settings):
     """Everything that decides what a run computes."""
 
+    protocol: str | None = None
+    """Protocol whose settings are the defaults of this recipe (``outrider protocol list``)."""
+    protocol_sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the protocol, which the run records with its settings; leave it out in a recipe."""
     seed: int = 0
     """Seed of all random streams of the run."""
     num_threads: int = Field(2, ge=1)
@@ -406,6 +421,16 @@ class RunSettings(Settings):
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 
     @property
+    def max_rollout_tokens(self) -> int:
+        """Most tokens of a rollout without its prompts. If every turn has a prompt of its own, the budget
+        ``rollout.max_response_tokens`` is that of a turn.
+        """
+        rollout = self.rollout
+        if self.environment.rebuilt_prompt_tokens is None:
+            return rollout.max_response_tokens
+        return rollout.max_turns * rollout.max_turn_tokens
+
+    @property
     def trains(self) -> bool:
         """Whether the run changes weights, in a cold start or in steps; if not, it only evaluates."""
         return bool(self.train.num_steps or self.cold_start.num_examples)
@@ -418,6 +443,14 @@ class RunSettings(Settings):
             unread.add("buffer")
         return frozenset(unread)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_protocol(cls, data: Any) -> Any:
+        try:
+            return with_protocol(data) if isinstance(data, Mapping) else data
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
     @model_validator(mode="after")
     def _validate(self) -> "RunSettings":
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
@@ -428,6 +461,7 @@ class RunSettings(Settings):
             )
         if self.update.num_mini_batches > self.train.tasks_per_step:
             raise ValueError("update.num_mini_batches exceeds train.tasks_per_step")
+        self._validate_samples()
         self._validate_history()
         self._validate_contexts()
         self._validate_conversations()
@@ -445,6 +479,36 @@ class RunSettings(Settings):
         self._validate_cluster()
         self.algorithm.validate_run(self)
         return self
+
+    def _validate_samples(self) -> None:
+        """Check that no value of a whole rollout is needed if mini-batches may divide rollouts."""
+        if self.update.mini_batch_samples is None:
+            return
+        algorithm = self.algorithm
+        distill, correction, rejection = (
+            algorithm.distill, algorithm.sampler_correction, algorithm.sampler_rejection,
+        )  # fmt: skip
+        if distill is not None and distill.form == "advantage_scale":
+            raise ValueError(
+                "algorithm.distill.scale_steps counts training steps, and update.mini_batch_samples makes a "
+                "varying number of optimizer steps of each: use update.num_mini_batches"
+            )
+        is_divided = (
+            self.environment.keeps_conversations
+            or self.model.history_thinking == "strip"
+            or getattr(algorithm, "num_episodes", 1) > 1
+        )
+        features = {
+            "algorithm.loss.type = gspo": algorithm.loss.type == "gspo",
+            "algorithm.sampler_correction.level": correction is not None and correction.level != "token",
+            "algorithm.sampler_rejection.scope": rejection is not None and rejection.scope != "token",
+            "algorithm.distill.discount": distill is not None and distill.discount > 0,
+        }
+        if is_divided and (refused := [name for name, is_used in features.items() if is_used]):
+            raise ValueError(
+                f"{refused[0]} needs all tokens of a rollout, and update.mini_batch_samples divides rollouts "
+                "that have several contexts: use update.num_mini_batches"
+            )
 
     def _validate_history(self) -> None:
         """Check that no text between messages is lost when a conversation is rendered again."""
@@ -472,12 +536,17 @@ class RunSettings(Settings):
             )
 
     def _validate_conversations(self) -> None:
-        """Check that no steps are inserted into the conversation of an agent program."""
+        """Check that no steps are inserted into a conversation that something else writes."""
         if not self.environment.keeps_conversations:
             return
         shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
         if self.algorithm.retrieves or shows_steps:
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
+            if self.environment.rebuilt_prompt_tokens is not None:
+                raise ValueError(
+                    f"{source} shows retrieved steps inside a growing conversation, and "
+                    'environment.context = "window" builds every prompt anew: set context = "chat"'
+                )
             raise ValueError(
                 f"{source} puts steps into the conversation, which environment.type = "
                 f"{self.environment.type} leaves to a program: it cannot answer them"
@@ -486,8 +555,11 @@ class RunSettings(Settings):
     def _validate_contexts(self) -> None:
         if not self.engine.reads_contexts:
             return
+        is_window = self.environment.rebuilt_prompt_tokens is not None
         features = {
-            f"environment.type = {self.environment.type}": self.environment.keeps_conversations,
+            f"environment.{'context = window' if is_window else f'type = {self.environment.type}'}": (
+                self.environment.keeps_conversations
+            ),
             "model.history_thinking = strip": self.model.history_thinking == "strip",
             "model.template_kwargs": bool(self.model.template_kwargs),
             "native tool calls (environment.protocol)": self.environment.call_format is not None,

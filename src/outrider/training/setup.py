@@ -306,6 +306,7 @@ def build(
             count_tokens=renderer.count_tokens,
             train_tasks=train_tasks,
         )
+        check_reflections(algorithm, context_length=engine.context_length)
         parts = Components(
             settings=settings,
             learner=learner,
@@ -329,6 +330,18 @@ def build(
             remote.begin(parts)
         cleanup.pop_all()
     return parts
+
+
+def check_reflections(algorithm: Algorithm, *, context_length: int) -> None:
+    """Raise ConfigError if reflections that are turns of a rollout leave no room in the context."""
+    longest = max(
+        (hook.max_reflection_tokens for hook in algorithm.hooks if hook.num_episodes > 1), default=0
+    )
+    if longest >= context_length:
+        raise ConfigError(
+            f"algorithm.max_reflection_tokens = {longest} does not fit into the context of {context_length} "
+            "tokens, so no reflection would be written: lower it, or raise model.context_length"
+        )
 
 
 def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
@@ -494,7 +507,7 @@ def make_algorithm(
         seed=settings.seed,
         num_training_steps=settings.train.num_steps,
         groups_per_step=settings.train.tasks_per_step,
-        max_response_tokens=settings.rollout.max_response_tokens,
+        max_response_tokens=settings.max_rollout_tokens,
         vocabulary_size=vocabulary_size,
         is_stateful=stateful,
         count_tokens=count_tokens,

@@ -13,7 +13,7 @@ from outrider.tokens.template import Continuation
 from outrider.trace import DESCRIBED_TOOLS, Leaf, Node, Trace
 from outrider.training.components import Components
 from outrider.training.packing import RolloutPath, advantages_by_rollout
-from outrider.training.update import Floats, TokenRecord, UpdateReport, split_mini_batches
+from outrider.training.update import Floats, TokenRecord, UpdateReport, make_mini_batches
 from outrider.types import Origin
 from outrider.viewer.records import (
     MemoryWriter,
@@ -234,7 +234,8 @@ def collect_node_values(
     parts: Components, trained: Sequence[Trace], update_report: UpdateReport
 ) -> NodeValues:
     """Return the update's log-probs and ratios of the tokens of these groups, in the order of the update."""
-    mini_batches = split_mini_batches(trained, parts.settings.update.num_mini_batches)
+    settings, first_step = parts.settings, update_report.first_step
+    mini_batches = make_mini_batches(trained, settings.update, seed=settings.seed, first_step=first_step)
     return values_by_node(mini_batches, update_report.tokens)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ from outrider.algorithms.sampler_correction import (
     sampler_weights_per_token,
 )
 from outrider.errors import EngineFault
-from outrider.trace import Node, Trace, with_help, without_memory
+from outrider.seeding import stream
+from outrider.trace import Node, Trace, split_contexts, with_help, without_memory
 from outrider.training.distill_term import (
     DistillTerm,
     OtherScores,
@@ -177,8 +178,11 @@ TokenLossFn = Callable[[TokenLossInputs], TokenLoss]
 
 @dataclass(slots=True)
 class UpdateReport:
-    """Sums and means of one update by metric name; ``tokens`` has the values of each trained token."""
+    """Sums and means of one update by metric name; ``tokens`` has the values of each trained token.
+    ``first_step`` is the number of optimizer steps before the update.
+    """
 
+    first_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     num_scored_tokens: int = 0
     num_computed_tokens: int = 0
@@ -198,12 +202,14 @@ def update(
     version: int | None = None,
     probes: Sequence[Trace] = (),
     on_batch: Callable[[int], None] | None = None,
+    seed: int = 0,
 ) -> UpdateReport:
     """Train on groups with advantages.
 
     Args:
         policy: The model to train, with its optimizer.
-        traces: The groups. Mini-batches are cut between them, in order.
+        traces: The groups. Mini-batches are cut between them, in order, or consist of samples
+            (:func:`make_mini_batches`).
         objective: The algorithm's settings of the loss.
         settings: Mini-batches, epochs, and tokens of a micro-batch.
         reference: The frozen model of the KL term, and of self-distillation with ``teacher = frozen``.
@@ -215,6 +221,7 @@ def update(
             these do not show whether the engine is right.
         probes: Traces that are compared and not trained on.
         on_batch: Called after every micro-batch with the number of scored tokens so far.
+        seed: The seed of the run, for the order of samples.
 
     Raises:
         EngineFault: Trainer and engine log-probs differ by more than ``settings.max_logprob_gap``.
@@ -239,12 +246,15 @@ def update(
         teacher=teacher,
         on_batch=on_batch or (lambda num_tokens: None),
         version=version,
+        report=UpdateReport(first_step=policy.num_steps),
     )
     if probes:
         running.check_engine(rollout_paths(probes))
     mini_batches = [
         running.prepare(paths, number)
-        for number, paths in enumerate(split_mini_batches(traces, settings.num_mini_batches))
+        for number, paths in enumerate(
+            make_mini_batches(traces, settings, seed=seed, first_step=policy.num_steps)
+        )
     ]
     # With a single step, pi_old is the policy being scored: the training pass gives the old log-probs too.
     is_centered = distill is not None and distill.gate == "gap_centered"  # by the mean of all micro-batches
@@ -260,7 +270,65 @@ def update(
             running.train(mini_batch, check_mismatch=always_check_mismatch or policy.num_steps == 0)
     if not mini_batches:
         running.common.add("grad/norm", 0.0)
+    if settings.mini_batch_samples is not None:
+        running.common.add_sum("grad/num_steps", float(policy.num_steps - running.report.first_step))
     return running.whole_report()
+
+
+def make_mini_batches(
+    traces: Sequence[Trace], settings: UpdateSettings, *, seed: int, first_step: int
+) -> list[list[RolloutPath]]:
+    """The rollouts of each mini-batch, whole or in part. ``first_step`` is the number of optimizer steps
+    before the update, which keys the order of samples: it is the same on all ranks and after a resume.
+    """
+    if settings.mini_batch_samples is None:
+        return split_mini_batches(traces, settings.num_mini_batches)
+    random = stream(seed, "mini-batches", first_step)
+    return shuffle_samples(rollout_paths(traces), settings.mini_batch_samples, random)
+
+
+def shuffle_samples(
+    paths: Sequence[RolloutPath], size: int, random: np.random.Generator
+) -> list[list[RolloutPath]]:
+    """Mini-batches of ``size`` samples (contexts) in random order; the last one may be smaller.
+
+    The samples of a rollout in a mini-batch are one path, numbered over the mini-batch: aggregations count
+    them as one rollout. Within a mini-batch the order is that of ``paths``, so that packing finds shared
+    prefixes.
+    """
+    samples = [(index, number) for index, path in enumerate(paths)
+               for number in range(len(split_contexts(path.nodes)))]  # fmt: skip
+    order = random.permutation(len(samples)).tolist()
+    mini_batches: list[list[RolloutPath]] = []
+    for start in range(0, len(samples), size):
+        contexts: dict[int, list[int]] = {}
+        for index, number in sorted(samples[at] for at in order[start : start + size]):
+            contexts.setdefault(index, []).append(number)
+        mini_batches.append(
+            [
+                replace(
+                    paths[index],
+                    rollout_index=position,
+                    nodes=_select_contexts(paths[index].nodes, numbers),
+                    nodes_with_tips=_select_contexts(paths[index].nodes_with_tips, numbers),
+                    nodes_with_help=_select_contexts(paths[index].nodes_with_help, numbers),
+                )
+                for position, (index, numbers) in enumerate(contexts.items())
+            ]
+        )
+    return mini_batches
+
+
+@overload
+def _select_contexts(nodes: Sequence[Node], numbers: Sequence[int]) -> Sequence[Node]: ...
+@overload
+def _select_contexts(nodes: None, numbers: Sequence[int]) -> None: ...
+def _select_contexts(nodes: Sequence[Node] | None, numbers: Sequence[int]) -> Sequence[Node] | None:
+    """The nodes of these contexts of a rollout."""
+    if nodes is None:
+        return None
+    parts = split_contexts(nodes)
+    return [node for number in numbers for node in parts[number]]
 
 
 def split_mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
@@ -337,11 +405,13 @@ class _Update:
     on_batch: Callable[[int], None]
     version: int | None
     head: nn.Module | None = None  # the teacher's, see DistillTerm
+    num_steps: int = field(init=False)  # of the policy when the update began
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_steps = self.policy.num_steps
         # Values that all ranks know are counted by one of them.
         self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
 
@@ -420,9 +490,6 @@ class _Update:
         if support == "all":
             # One copy for all mini-batches, made before the first step.
             term.head = self.head = self.head or self.teacher.frozen_head()
-        if settings.gate == "gap_centered":
-            assert mini_batch.old_scores is not None
-            term.measure_gate(mini_batch.batches, mini_batch.old_scores, policy.ranks)
         self.common.add_sum("time/help", time.perf_counter() - began)
 
     def train(self, mini_batch: _MiniBatch, *, check_mismatch: bool) -> None:
@@ -431,6 +498,12 @@ class _Update:
         if not mini_batch.trained:
             self.common.add("grad/norm", 0.0)
             return
+        if (term := mini_batch.distill) is not None and term.settings.gate == "gap_centered":
+            # The gates are those of the current policy, and so is their mean.
+            is_start = policy.num_steps == self.num_steps
+            old_scores = mini_batch.old_scores if is_start else self.score(mini_batch.batches)
+            assert old_scores is not None
+            term.measure_gate(mini_batch.batches, old_scores, policy.ranks)
         mismatches: list[Tensor] = []
         for index, batch in enumerate(padded_micro_batches(mini_batch.batches, policy.ranks)):
             if batch is None:
@@ -482,7 +555,8 @@ class _Update:
         # Detached also if it comes from this very pass: x - x would have no gradient.
         old_T = old.logprobs_T.detach()
         with_tips_T = None if with_tips is None else with_tips.logprobs(batch).to(old_T)
-        if term is not None and tokens is not None and not term.settings.has_term:
+        is_finite = term is None or tokens is None or term.is_finite(tokens)
+        if term is not None and tokens is not None and not term.settings.has_term and is_finite:
             values_T = term.advantages(tokens, batch, old_T, self.accumulator)
             batch = replace(batch, advantages_T=values_T)
         inputs = loss_inputs(
@@ -497,7 +571,10 @@ class _Update:
             with torch.no_grad():
                 reference_T = self.reference.score(batch).logprobs_T
         # After the mismatch is kept: if the engine is checked, the check has to see the NaN.
-        if not bool(torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()):
+        is_finite = is_finite and bool(
+            torch.isfinite(scores.logprobs_T.detach() - batch.engine_logprobs_T).all()
+        )
+        if not is_finite:
             return scores.logprobs_T, False
         self.report.tokens.append(token_record(mini_batch.number, batch, inputs))
         term_losses = None

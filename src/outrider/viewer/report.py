@@ -12,6 +12,7 @@ from outrider.errors import DataError
 from outrider.files import replace_file
 from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
 from outrider.printing import score
+from outrider.protocols import Difference, run_difference
 from outrider.viewer.records import TraceReader
 from outrider.viewer.report_parts import (
     ENTROPY_EDGES,
@@ -279,8 +280,9 @@ _CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
 )
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write ``report.html`` into the run directory, atomically, and return its path.
+def write_report(run_dir: Path, protocol: str | None = None) -> Path:
+    """Write ``report.html`` into the run directory, atomically, and return its path. It compares the run with
+    ``protocol`` (None: that of its recipe, if it names one).
 
     The top of the page lists missing and damaged input files. Raises ``OSError`` if the file cannot be
     written.
@@ -290,11 +292,13 @@ def write_report(run_dir: Path) -> Path:
     samples = pick_samples(run_dir / "traces", notes)
     trees = pick_trees(run_dir / "traces", notes)
     pair = pick_before_after(run_dir / "traces", run.evaluations, notes)
-    pages = (render(run, samples, notes, budget, trees, pair) for budget in _BUDGETS)
+    record = run_dir / "config.toml"
+    difference = run_difference(record, protocol) if run.config else None
+    pages = (render(run, samples, notes, budget, trees, pair, difference) for budget in _BUDGETS)
     page = next((page for page in pages if len(page) <= MAX_BYTES), None)
     if page is None:
         notes.append("the sample rollouts were left out to keep this page small")
-        page = render(run, (), notes, _BUDGETS[-1])
+        page = render(run, (), notes, _BUDGETS[-1], difference=difference)
     path = run_dir / "report.html"
     replace_file(path, page)
     return path
@@ -307,6 +311,7 @@ def render(
     num_tokens: int,
     trees: Sequence[Tree] = (),
     before_after: Sequence[Sample] = (),
+    difference: Difference | None = None,
 ) -> bytes:
     """Render the page as UTF-8, without reading any file of the run."""
     figures, missing = _figures(run)
@@ -327,6 +332,8 @@ def render(
         before_after=[(sample, sample.nodes(num_tokens)) for sample in before_after],
         edges=ENTROPY_EDGES,
         number=number,
+        protocol=difference,
+        protocol_rows=[] if difference is None else difference.cells(),
     )
     return page.encode("utf-8", "replace")
 

@@ -16,7 +16,7 @@ from outrider.environments.base import Split, TaskSet, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
 from outrider.environments.tool_qa.environment import (
-    EpisodeConfig,
+    SearchSettings,
     ToolEnvironment,
     ToolResources,
     build_task_set,
@@ -32,7 +32,7 @@ SYSTEM_PROMPT = r"Use <search>query</search> to find facts, then give <answer>\b
 _FIRST_THOUGHT = "Look it up."
 
 
-class FactbookConfig(EpisodeConfig):
+class FactbookConfig(SearchSettings):
     """Which questions there are, and what a search returns."""
 
     is_closed_book: ClassVar[bool] = True

@@ -12,31 +12,37 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import (
-    Environment,
-    EnvironmentSettings,
-    EpisodeResult,
-    StepResult,
-    known_split,
-)
+from outrider.environments.base import Environment, EpisodeResult, StepResult, known_split
+from outrider.environments.parse_rules import NUM_NUMBERED, parse
 from outrider.environments.scienceworld import tasks as texts
 from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, SimulatorPool
-from outrider.environments.text_games import STOP, parse_action, play_commands, render_valid_actions
+from outrider.environments.text_games import (
+    MAX_ACTION_CHARACTERS,
+    STOP,
+    parse_action,
+    play_commands,
+    render_valid_actions,
+)
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Step, Task
 
 FULL_SCORE: Final = 100
+SUCCESS_REWARD: Final = 10.0
 
 
-class ScienceWorldConfig(EnvironmentSettings):
+class ScienceWorldConfig(WindowedSettings):
     """Which episodes are played, by which rules, and on how many simulators."""
 
     starts_quickly: ClassVar[bool] = False
+    own_prompt: ClassVar[str] = "scienceworld"
+    has_templates: ClassVar[bool] = True
 
     type: Literal["scienceworld"] = "scienceworld"
     task_names: Annotated[tuple[str, ...], Field(min_length=1)] = ("find-animal",)
@@ -46,9 +52,23 @@ class ScienceWorldConfig(EnvironmentSettings):
     num_valid_variations: Annotated[int, Field(ge=1)] | None = 5
     num_test_variations: Annotated[int, Field(ge=1)] | None = 20
     max_moves: Annotated[int, Field(ge=1)] = 100
-    """Limit of simulator moves per episode. ``wait`` counts as several, an unreadable command as none."""
+    """Limit of simulator moves per episode. ``wait`` counts as several, an unreadable command as none. The
+    published wrapper ends an episode after more moves than its limit: its limit of 30 is ``max_moves = 31``.
+    """
     simplification: str = ""
     """Comma-separated names from the simulator's list, or ``easy``."""
+    success_at: Literal["full", "positive"] = "full"
+    """Episodes that are a success: those with the full score of 100; or, as in the released code of RLVMR and
+    OPID, all that end with a score above 0, also if they end because the moves have run out. Reports mark
+    scores of the second rule.
+    """
+    reward: Literal["score", "success10"] = "score"
+    """The return of an episode: the score, or 10 for a success and 0 otherwise."""
+    actions: Literal["templates", "numbered"] = "templates"
+    """How a conversation presents the commands: as templates in the first message, or below every observation
+    as a numbered list of the first 50 valid ones. A reply then contains nothing but a number, for example
+    ``### ACTION: 3 ###``; any other reply plays number 0 and is invalid.
+    """
     show_valid_actions: bool = False
     """Append the list of valid commands to every observation (20 to 80 ms and thousands of characters per
     step).
@@ -62,7 +82,7 @@ class ScienceWorldConfig(EnvironmentSettings):
     clip_negative: bool = False
     """Count a negative score as 0 in reward and return; the metrics have the raw score."""
     reward_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    """Factor from score to reward and return; 0.01 gives returns up to 1."""
+    """Factor of reward and return; with ``reward = "score"``, 0.01 gives returns up to 1."""
     num_workers: Annotated[int, Field(ge=1)] = 1
     """Number of Java processes; more than one per core has no benefit."""
     heap: Annotated[str, Field(pattern=r"^[1-9][0-9]*[mg]$")] = "512m"
@@ -93,7 +113,24 @@ class ScienceWorldConfig(EnvironmentSettings):
         electrical = [name for name in self.task_names if "power-component" in name or "conductivity" in name]
         if "noElectricalAction" in parts and electrical:
             raise ValueError(f"noElectricalAction makes {electrical} impossible")
+        if self.context == "window" and (self.show_valid_actions or self.actions == "numbered"):
+            raise ValueError(
+                'show_valid_actions and actions are of conversations: with context = "window", set '
+                "window.actions"
+            )
+        if self.show_valid_actions and self.actions == "numbered":
+            raise ValueError('actions = "numbered" already lists the valid commands: drop show_valid_actions')
         return self
+
+    @property
+    def has_experts(self) -> bool:
+        """None for numbered commands: the command of a walkthrough may not be in the list."""
+        return self.actions != "numbered"
+
+    @property
+    def score_mark(self) -> str:
+        """``success_at = "positive"`` is weaker than the benchmark's rule."""
+        return "" if self.success_at == "full" else 'success_at = "positive": any score above 0 is a success'
 
     @property
     def max_concurrent(self) -> int:
@@ -121,6 +158,9 @@ class ScienceWorldEnvironment(Environment):
     def __init__(self, settings: Any = None, shared: Any = None) -> None:
         super().__init__(settings, shared)
         self._simulator: JavaSimulator | None = None
+        self.task_text = self.opening = ""
+        self._templates: tuple[str, ...] = ()
+        self._numbered: tuple[str, ...] = ()  # the numbered list that the policy sees
         # close() may come from another thread than step(); a simulator must be returned exactly once.
         self._lock = threading.Lock()
         self._closed = False
@@ -187,28 +227,55 @@ class ScienceWorldEnvironment(Environment):
                 task_name=task_name, variation=variation, simplification=self.settings.simplification
             )
             observation = opening.observation + self._listing(simulator)
+        self.task_text = " ".join(opening.task_text.split())
+        self.opening, self._templates = opening.observation.strip(), opening.action_templates
         return texts.render_prompt(
-            task_text=opening.task_text, observation=observation, action_templates=opening.action_templates
+            task_text=opening.task_text,
+            observation=observation,
+            action_templates=() if self.settings.actions == "numbered" else opening.action_templates,
         )
 
     def step(self, action: str) -> StepResult:
-        if self._is_over:
-            raise RuntimeError("the ScienceWorld episode has ended")
-        simulator = self._require_simulator()
-        self.metrics["num_turns"] += 1
-        command, problem = parse_action(action)
-        if problem:
-            self.metrics["num_invalid"] += 1
-            return StepResult(message=problem, invalid=True)
+        simulator = self._start_turn()
+        is_bad_number = False
+        if self.settings.actions == "numbered":
+            parsed = parse("index", action, self._numbered)
+            command, is_bad_number = parsed.command, not parsed.valid
+        else:
+            command, problem = parse_action(action)
+            if problem:
+                self.metrics["num_invalid"] += 1
+                return StepResult(message=problem, invalid=True)
         with self._call():
-            return self._act(simulator, command)
+            result = self._execute(simulator, command)
+            if not result.done:
+                result = replace(result, message=result.text + self._listing(simulator))
+        if is_bad_number and not result.invalid:
+            self.metrics["num_invalid"] += 1
+            result = replace(result, invalid=True)
+        return result
+
+    def admitted(self) -> Sequence[str]:
+        """The first ``num_shown_actions`` commands that the simulator understands now."""
+        with self._call():
+            actions: tuple[str, ...] = self._require_simulator().valid_actions()
+        return actions[: self.settings.num_shown_actions]
+
+    def command_templates(self) -> Sequence[str]:
+        """Two lines: the templates of commands, and the objects that can replace OBJ now."""
+        with self._call():
+            objects = self._require_simulator().objects()
+        return (f"{list(self._templates)}", f"where OBJ is one of {list(objects)}")
+
+    def act(self, command: str) -> StepResult:
+        """Execute a command without tags. The observation has no list of commands."""
+        simulator = self._start_turn()
+        with self._call():
+            return self._execute(simulator, " ".join(command.split())[:MAX_ACTION_CHARACTERS])
 
     def result(self) -> EpisodeResult:
-        """The scaled score as the return; ``score`` in the metrics is neither clipped nor scaled."""
-        score = self.metrics["score"]
-        return EpisodeResult(
-            episode_return=self._scale(score), success=score >= FULL_SCORE, metrics=dict(self.metrics)
-        )
+        """Return and success by the settings; ``score`` in the metrics is neither clipped nor scaled."""
+        return EpisodeResult(episode_return=self._value, success=self._is_success, metrics=dict(self.metrics))
 
     def expert(self) -> Sequence[Step] | None:
         """Steps of the simulator's gold path; None if it does not reach 100 within ``max_moves``."""
@@ -220,7 +287,8 @@ class ScienceWorldEnvironment(Environment):
             )
         self.reset(self.task, 0)
         self._corrects = False
-        return play_commands(self, gold)
+        steps = play_commands(self, gold)
+        return steps if self.metrics["score"] >= FULL_SCORE else None
 
     def close(self) -> None:
         """Return the simulator, for good; may be called twice.
@@ -230,6 +298,27 @@ class ScienceWorldEnvironment(Environment):
         """
         self._closed = True
         self._return_simulator(kill=self._is_busy)
+
+    @property
+    def _is_success(self) -> bool:
+        score = self.metrics["score"]
+        return score >= FULL_SCORE if self.settings.success_at == "full" else self._is_over and score > 0
+
+    @property
+    def _value(self) -> float:
+        """The return so far."""
+        if self.settings.reward == "success10":
+            return SUCCESS_REWARD * float(self.settings.reward_scale) * self._is_success
+        score = self.metrics["score"]
+        clipped = max(score, 0) if self.settings.clip_negative else score
+        return float(clipped * self.settings.reward_scale)
+
+    def _start_turn(self) -> JavaSimulator:
+        if self._is_over:
+            raise RuntimeError("the ScienceWorld episode has ended")
+        simulator = self._require_simulator()
+        self.metrics["num_turns"] += 1
+        return simulator
 
     def _require_simulator(self) -> JavaSimulator:
         if self._simulator is None:
@@ -258,14 +347,13 @@ class ScienceWorldEnvironment(Environment):
         finally:
             self._is_busy = False
 
-    def _act(self, simulator: JavaSimulator, command: str) -> StepResult:
-        metrics = self.metrics
+    def _execute(self, simulator: JavaSimulator, command: str) -> StepResult:
+        metrics, before = self.metrics, self._value
         reply = simulator.act(self._corrected(simulator, command))
         unreadable = texts.is_unreadable(reply.observation)
         self._is_ambiguous = texts.is_ambiguous(reply.observation)
         metrics["num_invalid"] += unreadable
         metrics["num_ambiguous"] += self._is_ambiguous
-        reward = self._scale(reply.score) - self._scale(metrics["score"])
         over = reply.completed or reply.score < 0
         truncated = not over and reply.num_moves >= self.settings.max_moves
         metrics |= {
@@ -275,14 +363,11 @@ class ScienceWorldEnvironment(Environment):
             "cut_by_moves": float(truncated),
         }
         self._is_over = over or truncated
-        observation = reply.observation.strip()
         if self._is_over:
             self._return_simulator()
-        else:
-            observation += self._listing(simulator)
         return StepResult(
-            message=observation,
-            reward=reward,
+            message=reply.observation.strip(),
+            reward=self._value - before,
             done=self._is_over,
             invalid=unreadable,
             refused=texts.is_refused(reply.observation),
@@ -300,13 +385,12 @@ class ScienceWorldEnvironment(Environment):
         return nearest
 
     def _listing(self, simulator: JavaSimulator) -> str:
+        if self.settings.actions == "numbered":
+            self._numbered = simulator.valid_actions()[:NUM_NUMBERED]
+            return "\n\n" + texts.render_numbered(self._numbered)
         if not self.settings.show_valid_actions:
             return ""
         return "\n\n" + render_valid_actions(simulator.valid_actions(), self.settings.num_shown_actions)
-
-    def _scale(self, score: float) -> float:
-        clipped = max(score, 0) if self.settings.clip_negative else score
-        return float(clipped * self.settings.reward_scale)
 
 
 def identity(task: Task) -> tuple[str, int]:

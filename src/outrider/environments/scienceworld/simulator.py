@@ -133,6 +133,10 @@ class JavaSimulator:
         listing = json.loads(self._call("getValidActionObjectCombinationsJSON"))
         return tuple(str(entry["action"]) for entry in listing["validActions"])
 
+    def objects(self) -> tuple[str, ...]:
+        """Names of the objects that commands can refer to now."""
+        return self._strings(self._call("getPossibleObjects"))
+
     def gold_actions(self, *, task_name: str, variation: int, simplification: str) -> tuple[str, ...]:
         """A winning action sequence for the episode that ``load`` starts with the same arguments (0.1 to 8
         s).

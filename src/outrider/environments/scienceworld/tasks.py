@@ -114,10 +114,25 @@ INSTRUCTIONS: Final = (
 )
 
 
+NUMBERED_INSTRUCTIONS: Final = (
+    "You are in a simulated science laboratory and solve a task by choosing commands, one a turn.\n"
+    "Every message ends with a numbered list of commands. Answer with the number of one of them in this form "
+    "and nothing else: ### ACTION: number ###"
+)
+
+
 def render_prompt(*, task_text: str, observation: str, action_templates: Sequence[str]) -> str:
-    """The first user message: instructions, task and first observation."""
-    instructions = INSTRUCTIONS.format(templates=", ".join(action_templates))
+    """The first user message: instructions, task and first observation. Without templates, the instructions
+    are those of numbered commands.
+    """
+    instructions = INSTRUCTIONS if action_templates else NUMBERED_INSTRUCTIONS
+    instructions = instructions.format(templates=", ".join(action_templates))
     return f"{instructions}\n\nTask: {task_text.strip()}\n\n{observation.strip()}"
+
+
+def render_numbered(commands: Sequence[str]) -> str:
+    """The commands with their numbers, from 0."""
+    return "\n".join(f"{number}. {command}" for number, command in enumerate(commands))
 
 
 def is_unreadable(observation: str) -> bool:

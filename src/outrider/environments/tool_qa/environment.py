@@ -44,6 +44,7 @@ from outrider.environments.tool_qa.rewards import (
     score_turns,
     stop_strings,
 )
+from outrider.environments.window import WindowedSettings, WindowSettings
 from outrider.errors import ConfigError, DataError
 from outrider.plugins.registry import Entry, build_by_name, load_settings_class, resolve
 from outrider.tokens.call_formats import ProtocolName, describe_unwritable
@@ -55,6 +56,7 @@ from outrider.types import Message, Step, Task, ToolCall, ToolSchema
 
 OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
+WRONG_ANSWER = "This answer is wrong. Search again or give another answer."
 
 
 Judge: TypeAlias = Callable[[Task, str], float | None]
@@ -79,10 +81,16 @@ class EpisodeConfig(EnvironmentSettings):
     """Unreadable turns (and refused repetitions) after which an episode ends as invalid."""
     repeated: Literal["answer", "refuse"] = "answer"
     """Reply to a call that repeats an earlier one of the episode; either way it is counted."""
+    max_answers: int = Field(default=1, ge=1)
+    """Answers that an episode may give: a wrong one is reported, and another may follow. The score is that of
+    the turns after the last wrong answer that was reported.
+    """
     reward: RewardConfig = RewardConfig()
 
     @model_validator(mode="after")
     def _verifiable(self) -> "EpisodeConfig":
+        if self.max_answers > 1 and self.call_format is not None:
+            raise ValueError('max_answers above 1 needs protocol = "tags": native answers end the episode')
         if self.reward.answer == "verifier" and not self.has_verifier:
             raise ValueError('reward.answer = "verifier": these tasks have no verifier of their own')
         return self
@@ -91,6 +99,47 @@ class EpisodeConfig(EnvironmentSettings):
     def calls_tools(self) -> bool:
         """True: these tasks are made for tools."""
         return True
+
+
+class SearchWindowSettings(WindowSettings):
+    """The prompt of a turn, with ``environment.context = "window"``: the question with the last searches and
+    their results.
+    """
+
+    steps: int = Field(4, ge=0)
+    """Number of past steps that a prompt shows."""
+    order: Literal["action-observation"] = "action-observation"
+    """A step of the history is a search and its result."""
+    actions: Literal["none"] = "none"
+    """There is no list of commands."""
+    parse: Literal["verl-agent-search"] = "verl-agent-search"
+    """The rule that finds the search or the answer in a reply."""
+
+
+class SearchSettings(EpisodeConfig, WindowedSettings):
+    """Settings of environments whose search can be played with a window."""
+
+    own_prompt: ClassVar[str] = "search"
+
+    window: Annotated[SearchWindowSettings, Field(default_factory=SearchWindowSettings)]
+
+    @model_validator(mode="after")
+    def _validate_search_window(self) -> Self:
+        if self.context == "chat":
+            return self
+        if self.call_format is not None:
+            raise ValueError('context = "window" needs protocol = "tags": a search is text between tags')
+        if self.reward.require_think:
+            raise ValueError(
+                'context = "window" scores the commands without the thoughts of the replies: '
+                "set reward.require_think = false"
+            )
+        if self.reward.require_boxed and self.window.prompt is None:
+            raise ValueError(
+                "the shipped prompt of a window does not ask for a box: set reward.require_boxed = false, or "
+                "name a prompt of yours in window.prompt"
+            )
+        return self
 
 
 # The tools that a recipe names: their tags, their lines of the system prompt, and the tools themselves.
@@ -212,7 +261,7 @@ def _settings(entry: ToolName) -> Settings:
 # RAPO).
 
 
-class ToolsConfig(EpisodeConfig):
+class ToolsConfig(SearchSettings):
     """Tasks from your own data, with the tools that you name."""
 
     input_paths: ClassVar[frozenset[str]] = frozenset({"corpus", "pages"})
@@ -255,6 +304,9 @@ class ToolsConfig(EpisodeConfig):
         validate_tools(self.tools)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
+        names = [name for tool in self.tools for name in _lines(tool)]
+        if self.context == "window" and "search" not in names:
+            raise ValueError('context = "window" plays searches: add the tool search to tools')
         return self
 
     @property
@@ -402,6 +454,8 @@ class ToolEnvironment(Environment):
         self._num_failed = 0
         self._num_invalid = 0
         self._num_refused = 0
+        self._num_answers = 0
+        self._first_scored = 0  # number of the turn after the last wrong answer
         self._turns: list[Any] = []  # Turn, or NativeTurn with native calls
         self._final: Score | None = None
 
@@ -418,13 +472,33 @@ class ToolEnvironment(Environment):
             return self._step_native(self.turn)
         match parse_action(action, self.shared.tools.names):
             case Answer():
-                return self._end(Turn(text=action), invalid=False)
+                return self._answer(Turn(text=action))
             case NoAction():
                 return self._end(Turn(text=action), invalid=True)
             case Malformed(reason=reason):
                 return self._complain(action, reason)
             case Call() as call:
                 return self._call(action, call)
+
+    @property
+    def task_text(self) -> str:
+        """The question."""
+        return self.task.question
+
+    @property
+    def opening(self) -> str:
+        """The question, which is all that there is to see."""
+        return self.task.question
+
+    def admitted(self) -> Sequence[str]:
+        """Nothing: searches and answers are free text."""
+        return ()
+
+    def act(self, command: str) -> StepResult:
+        """Execute a search or an answer between its tags. The message is the result as text of its own."""
+        result = self.step(command)
+        text = result.text.strip()
+        return replace(result, message=Message(role="user", content=text) if text else None)
 
     def result(self) -> EpisodeResult:
         """The return by the reward's rules, and counts. An episode without an answer has a bad format.
@@ -459,6 +533,14 @@ class ToolEnvironment(Environment):
         return self.shared.tools.schemas
 
     # Calls by tags.
+
+    def _answer(self, turn: Turn) -> StepResult:
+        self._num_answers += 1
+        if self._num_answers >= self.settings.max_answers or self._score([*self._turns, turn]).is_correct:
+            return self._end(turn, invalid=False)
+        result = self._reply(turn.text, WRONG_ANSWER)
+        self._first_scored = len(self._turns)
+        return result
 
     def _call(self, text: str, call: Call) -> StepResult:
         if not self._is_open():
@@ -595,6 +677,7 @@ class ToolEnvironment(Environment):
 
     def _score(self, turns: Sequence[Any]) -> Score:
         function, reward = self.shared.reward_function, self.settings.reward
+        turns = turns[self._first_scored :]
         if function is None:
             return self._grade(turns, reward)
         text = "".join(map(_completion, turns))

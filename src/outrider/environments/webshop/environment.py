@@ -8,13 +8,14 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepResult, known_split, split_size
+from outrider.environments.base import EpisodeResult, StepResult, known_split, split_size
 from outrider.environments.text_games import STOP, TAGGED
 from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
@@ -23,6 +24,7 @@ from outrider.environments.webshop import reward as webshop_reward
 from outrider.environments.webshop.catalogue import Catalogue, Goal, SplitUnit, load_catalogue
 from outrider.environments.webshop.pages import Page, Shop
 from outrider.environments.webshop.reward import OptionScoring, PurchaseScore, RewardKind
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, DataError
 from outrider.tools.search import terms
 from outrider.types import Message, Step, Task
@@ -41,6 +43,8 @@ INSTRUCTIONS: Final = (
     "The next message shows the page that follows, its parts separated by [SEP]."
 )
 NO_SEARCH_BAR: Final = "This page has no search bar, so nothing was done. Go back to search first."
+QUERY: Final = "search[<your query>]"
+"""Stands for every search in the list of possible commands."""
 NO_SUCH_NAME: Final = "Nothing on this page has that name, so nothing was done."
 
 
@@ -62,7 +66,12 @@ def parse_action(text: str) -> tuple[Verb, str] | str:
         return "No action found. Write exactly one, as <action>search[words]</action>."
     if len(actions) > 1:
         return f"Found {len(actions)} actions, so nothing was done. Write exactly one."
-    action = " ".join(actions[0].split())
+    return read_command(actions[0])
+
+
+def read_command(command: str) -> tuple[Verb, str] | str:
+    """Read a command without tags; the result is that of :func:`parse_action`."""
+    action = " ".join(command.split())
     if len(action) > MAX_ACTION_CHARACTERS:
         return f"The action is longer than {MAX_ACTION_CHARACTERS} characters, so nothing was done."
     match = _ACTION.fullmatch(action)
@@ -77,9 +86,10 @@ def render_action(verb: Verb, argument: str) -> str:
     return f"<action>{verb}[{argument}]{STOP}"
 
 
-class WebShopConfig(EnvironmentSettings):
+class WebShopConfig(WindowedSettings):
     """Which catalogue and goals are used, and how a purchase is scored."""
 
+    own_prompt: ClassVar[str] = "webshop"
     input_paths: ClassVar[frozenset[str]] = frozenset({"products", "attributes", "human_goals"})
 
     type: Literal["webshop"] = "webshop"
@@ -118,6 +128,11 @@ class WebShopConfig(EnvironmentSettings):
     def _validate(self) -> "WebShopConfig":
         if (self.products is None) != (self.attributes is None):
             raise ValueError("products and attributes belong together: set both or neither")
+        if self.context == "window" and self.invalid_penalty:
+            raise ValueError(
+                'invalid_penalty does not know the rule of window.parse: with context = "window", '
+                "set algorithm.invalid_penalty"
+            )
         return self
 
 
@@ -143,24 +158,38 @@ class WebShopEnvironment:
         """Execute the action of the turn. A turn without a readable action is ``invalid``, and an action that
         the page does not allow is ``refused``. Raises RuntimeError after the end of the episode.
         """
-        if self._done:
-            raise RuntimeError("the WebShop episode has ended")
-        self._counts["num_turns"] += 1
-        action = parse_action(message.content)
-        if isinstance(action, str):
-            self._counts["num_invalid"] += 1
-            answer = Message(role="user", content=action)
-            return StepResult(message=answer, reward=0.0 - self._config.invalid_penalty, invalid=True)
-        verb, argument = action
-        if verb == "search":
-            if self._page.kind != "search":
-                return self._refuse(NO_SEARCH_BAR)
-            self._counts["num_searches"] += 1
-            return self._go(self._shop.search(argument))
-        if argument == webshop_pages.BUY and argument in self._shop.clickables(self._page):
-            return self._buy()
-        next_page = self._shop.click(self._page, argument)
-        return self._refuse(NO_SUCH_NAME) if next_page is None else self._go(next_page)
+        result, problem = self._execute(parse_action(message.content))
+        if result.done:
+            return result
+        lines = (problem,) if result.invalid else (problem, self._look())
+        answer = "\n".join(line for line in lines if line)
+        return replace(result, message=Message(role="user", content=answer))
+
+    @property
+    def task_text(self) -> str:
+        """The request."""
+        return neutralise(self._goal.text)
+
+    @property
+    def opening(self) -> str:
+        """The search page."""
+        return self._fields(Page())
+
+    def admitted(self) -> Sequence[str]:
+        """A search, if the page has a search bar, and a click on every name of the page. The button of the
+        search bar is left out, because a click on it does nothing.
+        """
+        bar = (QUERY,) if self._page.kind == "search" else ()
+        return (*bar, *(f"click[{neutralise(name)}]" for name in self._shop.clickables(self._page)))
+
+    def act(self, command: str) -> StepResult:
+        """Execute a command without tags. A command that cannot be read or executed does nothing. The
+        observation is always the page.
+        """
+        result, _ = self._execute(read_command(command))
+        if result.done:
+            return result
+        return replace(result, message=Message(role="user", content=self._fields(self._page)))
 
     def result(self) -> EpisodeResult:
         """Return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase."""
@@ -197,13 +226,34 @@ class WebShopEnvironment:
         self._done = False
         self._counts: Counter[str] = Counter()
 
-    def _go(self, page: Page) -> StepResult:
-        self._page = page
-        return StepResult(message=Message(role="user", content=self._look()))
+    def _execute(self, action: tuple[Verb, str] | str) -> tuple[StepResult, str]:
+        """Execute what :func:`parse_action` returned. Returns the result without a message, and what was
+        wrong with the action (empty for nothing).
+        """
+        if self._done:
+            raise RuntimeError("the WebShop episode has ended")
+        self._counts["num_turns"] += 1
+        if isinstance(action, str):
+            self._counts["num_invalid"] += 1
+            return StepResult(reward=0.0 - self._config.invalid_penalty, invalid=True), action
+        verb, argument = action
+        if verb == "search":
+            if self._page.kind != "search":
+                return self._refuse(NO_SEARCH_BAR)
+            self._counts["num_searches"] += 1
+            self._page = self._shop.search(argument)
+            return StepResult(), ""
+        if argument == webshop_pages.BUY and argument in self._shop.clickables(self._page):
+            return self._buy(), ""
+        next_page = self._shop.click(self._page, argument)
+        if next_page is None:
+            return self._refuse(NO_SUCH_NAME)
+        self._page = next_page
+        return StepResult(), ""
 
-    def _refuse(self, reason: str) -> StepResult:
+    def _refuse(self, reason: str) -> tuple[StepResult, str]:
         self._counts["num_inadmissible"] += 1
-        return StepResult(message=Message(role="user", content=f"{reason}\n{self._look()}"), refused=True)
+        return StepResult(refused=True), reason
 
     def _buy(self) -> StepResult:
         page, goal = self._page, self._goal
@@ -221,6 +271,12 @@ class WebShopEnvironment:
             reward=webshop_reward.training_return(self._bought.value, self._config.reward),
             done=True,
         )
+
+    def _fields(self, page: Page) -> str:
+        """The texts of a page in quotes, as verl-agent shows them."""
+        fields, is_cut = self._shop.look(page)
+        self._counts["num_cut_pages"] += is_cut
+        return neutralise(SEPARATOR.join(f"'{field}'" for field in fields))
 
     def _look(self) -> str:
         fields, is_cut = self._shop.look(self._page)
