@@ -15,13 +15,14 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from outrider.config import Settings, load_settings, require_paths
+from outrider.config import Settings, format_override, load_settings, require_paths
 from outrider.environments.base import Environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.registry import Kind, substitute
 from outrider.runs import Run
 from outrider.signals import stop_on_interrupt
+from outrider.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from outrider.evaluation.compare import Comparison
@@ -184,6 +185,7 @@ def evaluate(
     checkpoint: str | Path | None = None,
     num_trials: int | None = None,
     method: Literal["tips", "reflexion"] = "tips",
+    sets: Sequence[str] | None = None,
     progress: Progress | None = None,
     environment: Any = None,
     algorithm: Any = None,
@@ -195,6 +197,7 @@ def evaluate(
     Args:
         checkpoint: the weights of a training run; None: the model of the recipe.
         num_trials: number of trials per task with a memory by ``method`` and fixed weights.
+        sets: names of the sets in ``evaluation.panels`` to evaluate on; None: all of them.
 
     The other arguments and errors are those of :func:`train`.
     """
@@ -208,6 +211,7 @@ def evaluate(
             num_trials=num_trials,
             method=method,
             sections=sections,
+            sets=sets,
         )
         folder = _validate_run(run, settings)
         from outrider.training.run_dir import RunDirectory
@@ -289,10 +293,11 @@ def evaluation_settings(
     num_trials: int | None,
     method: str,
     sections: Mapping[str, Any] | None = None,
+    sets: Sequence[str] | None = None,
 ) -> "RunSettings":
     """Return the settings of :func:`evaluate`: those of the recipe without training.
 
-    Raises ConfigError for overrides that would train.
+    Raises ConfigError for overrides that would train, and for evaluation sets that the recipe does not name.
     """
     own = dict(setting.split("=") for setting in _EVALUATION)
     for override in overrides:
@@ -302,6 +307,16 @@ def evaluation_settings(
     all_overrides = [*_EVALUATION, *overrides]
     if checkpoint is not None:
         all_overrides.append(f"model.initial_checkpoint={checkpoint}")
+    if sets:
+        named = run_settings(recipe, overrides=all_overrides, sections=sections).evaluation.panels
+        names = [entry.name for entry in named]
+        if unknown := [name for name in sets if name not in names]:
+            raise ConfigError(
+                f"evaluation.panels has no set {unknown[0]!r}{did_you_mean(unknown[0], names)}; "
+                f"it has {', '.join(names) or 'none'}"
+            )
+        chosen = [entry.model_dump(mode="json") for entry in named if entry.name in sets]
+        all_overrides.append(format_override("evaluation.panels", chosen))
     if num_trials is not None:
         all_overrides += [f"evaluation.num_trials={num_trials}", f"evaluation.memory={method}"]
     return run_settings(recipe, overrides=all_overrides, sections=sections)

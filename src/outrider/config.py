@@ -594,6 +594,13 @@ def validate(kind: type[SettingsT], tree: dict[str, Any]) -> SettingsT:
         raise ConfigError("; ".join(problem_line(kind, item, tree) for item in error.errors())) from error
 
 
+def format_override(key: str, value: Any) -> str:
+    """Format an override ``key=value`` that :func:`load_settings` parses to the plain value."""
+    plain = NONE if value is None else value
+    literal = to_toml({"v": [plain]}).removeprefix("v = [").removesuffix("]")  # in a list a table is inline
+    return f"{key}={literal}"
+
+
 def parse_value(raw: str) -> Any:
     """Parse the value of an override as TOML or, if that fails, as a plain string."""
     try:

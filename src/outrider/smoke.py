@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from outrider import __version__
-from outrider.config import NONE, to_toml
+from outrider.config import format_override
 from outrider.engines.base import cache_folder
 from outrider.files import first_folder
 from outrider.memory.step_store import check_file
@@ -252,6 +252,13 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     tree = settings.model_dump(mode="json")
     before = dict(_leaves(tree))
     overrides = {key: min(limit, before[key] or limit) for key, limit in _LIMITS.items() if before[key]}
+    overrides |= {
+        f"environment.task_list.{split}": None for split in tree["environment"].get("task_list", ())
+    }
+    if sets := tree["evaluation"]["panels"]:  # the tasks of a stand-in are others
+        overrides.pop("evaluation.num_tasks")
+        smaller = {"num_tasks": 2, "sha256": None, "task_list": None}
+        overrides["evaluation.panels"] = [entry | smaller for entry in sets]
     overrides |= _SET | {"model.name": str(names.model), "model.initial_checkpoint": None}
     if (checkpoint := settings.model.initial_checkpoint) is not None:
         overrides["model.initial_checkpoint"] = smoke_checkpoint(checkpoint, names)
@@ -275,7 +282,7 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
         overrides = {key: value for key, value in overrides.items() if key not in _CUTS} | _ROOM
     if settings.train.num_steps or settings.cold_start.num_examples:
         overrides["evaluation.at_start"] = False  # one at the end is enough
-    return [_override(key, value) for key, value in overrides.items() if before.get(key, ...) != value]
+    return [format_override(key, value) for key, value in overrides.items() if before.get(key, ...) != value]
 
 
 def describe_omissions(settings: RunSettings) -> str:
@@ -396,9 +403,3 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
         yield f"{above}{key}", value
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{key}.")
-
-
-def _override(key: str, value: Any) -> str:
-    plain = NONE if value is None else value
-    literal = to_toml({"v": [plain]}).removeprefix("v = [").removesuffix("]")  # in a list a table is inline
-    return f"{key}={literal}"

@@ -245,3 +245,18 @@ def test_hostile_results_do_not_change_the_score() -> None:
         Turn(text="<answer>\\boxed{Paris}</answer>"),
     ]
     assert score_turns(turns, ("Paris",), TOOLS, RewardConfig()).reward == 1.0
+
+
+def test_the_result_tag_is_neutralised_and_not_the_policys() -> None:
+    assert render_result("a <information> b", "information") == (
+        "\n<information>\na &lt;information> b\n</information>\n"
+    )
+    answer = "<answer>a</answer>"
+    for tag, text, expected in (
+        ("information", "<information>", "the policy wrote a result tag"),
+        ("information", "<result>", "the policy wrote a result tag"),
+        ("result", "<information>", None),
+    ):
+        turns = [Turn(text=f"{text}{answer}")]
+        fault = format_fault(turns, (), require_think=False, require_boxed=False, result_tag=tag)
+        assert fault == expected

@@ -17,7 +17,9 @@ from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.plugins.registry import BUILT_IN, build, build_by_name, read_settings
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolContext, ToolGroup
+from outrider.tools.http_search import HttpSearchSettings
 from tests.environments.verifiers_fake.make import write_fake
+from tests.retrieval_server import passages, retrieval_server
 from tests.tiny import tiny_model
 from tests.tools.mcp.servers import fake
 
@@ -71,13 +73,16 @@ def test_environments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("name", BUILT_IN["tools"])
 def test_tools(name: str, tmp_path: Path) -> None:
     environment = read_settings("environments", {"type": "tools", **_data(tmp_path)})
-    settings = None
+    settings: Any = None
     if name == "mcp":
         pytest.importorskip("mcp", reason="needs the extra mcp")
         settings = fake(only=["add"])
-    built = build_by_name("tools", name, settings, ToolContext(environment=environment))
-    for tool in built.tools if isinstance(built, ToolGroup) else (built,):
-        check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
+    with retrieval_server(passages("here it is")) as (url, _):
+        if name == "http-search":
+            settings = HttpSearchSettings(base_url=url)
+        built = build_by_name("tools", name, settings, ToolContext(environment=environment))
+        for tool in built.tools if isinstance(built, ToolGroup) else (built,):
+            check_tool(tool, texts=("here", "print(6 * 7)", '{"a": 1, "b": 2}'))
 
 
 def context() -> AlgorithmContext:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -282,6 +283,10 @@ def test_questions_are_compared_after_normalisation() -> None:
 
     train = [task("How  many?", "1"), task("Which one?", "2")]
     assert num_training_tasks(train, [task("how many", "9"), task("Which two?", "2")]) == 1
+    # the same question with the same answer in a file with other columns
+    row = Task(key="1", question="Which one?", answers=("2", "two"), metadata={"split": "test"})
+    assert num_training_tasks(train, [row]) == 1
+    assert num_training_tasks(train, [replace(row, answers=("3",))]) == 0
     # of a simulator what is said first may be the same for many tasks
     assert num_training_tasks([task("Look.", key="a")], [task("Look.", key="b")]) == 0
     assert num_training_tasks([task("Look.", key="a")], [task("Look.", key="a")]) == 1

@@ -155,9 +155,16 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
 
 def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, FirstPrompt | None]:
     """Tasks of both splits, demonstrations, tools, and the first prompt."""
-    from outrider.training.data import read_eval_tasks, require_some_tasks, task_notes, training_tasks
+    from outrider.training.data import (
+        read_eval_tasks,
+        read_other_sets,
+        require_some_tasks,
+        task_notes,
+        training_tasks,
+    )
 
-    split = settings.evaluation.split
+    main = settings.evaluation.sets[0]
+    split, name = main.split, f"{main.name}, " if main.name else ""
     train = _call_plugin("the training tasks cannot be read", lambda: training_tasks(task_set, settings))
     test = _call_plugin(
         f"the tasks of the split {split} cannot be read",
@@ -167,10 +174,15 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
     if train:
         yield f"tasks: {len(train)} to train on{_format_answers(train)}"
     if test:
-        yield f"tasks: {len(test)} to evaluate on (split {split}){_format_answers(test)}"
+        yield f"tasks: {len(test)} to evaluate on ({name}split {split}){_format_answers(test)}"
     else:
         yield f"WARNING: the split {split!r} has no tasks: the run evaluates nothing; set evaluation.split"
-    yield from task_notes(task_set, settings, train, test)[1]
+    others, lines = _call_plugin(
+        "the tasks of evaluation.panels cannot be read", lambda: read_other_sets(task_set, settings, train)
+    )
+    for entry in others:
+        yield f"tasks: {len(entry.tasks)} to evaluate on ({entry.name}, split {entry.split})"
+    yield from [*task_notes(task_set, settings, train, test)[1], *lines]
     files = {"algorithm.demonstrations": getattr(settings.algorithm, "demonstrations", None)}
     if settings.cold_start.num_examples:
         files["cold_start.demonstrations"] = settings.cold_start.demonstrations

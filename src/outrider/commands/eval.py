@@ -37,6 +37,13 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("--checkpoint", type=Path, help="weights of a training run")
     parser.add_argument(
+        "--set",
+        dest="sets",
+        metavar="NAME",
+        action="append",
+        help="evaluate only this set of evaluation.panels; repeat it for several",
+    )
+    parser.add_argument(
         "--adapt", type=positive, metavar="K", help="K trials with a memory and no change of weights"
     )
     parser.add_argument(
@@ -137,7 +144,10 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
     if parsed.method != "tips" and parsed.adapt is None:
         raise ConfigError("--method needs --adapt K")
     recipe_overrides = recipe_changes(parsed)
-    options = {"checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method}
+    options = {
+        "checkpoint": parsed.checkpoint, "num_trials": parsed.adapt, "method": parsed.method,
+        "sets": parsed.sets,
+    }  # fmt: skip
     with smoke(
         lambda values: api.evaluation_settings(parsed.recipe, overrides=values, **options),
         recipe_overrides,
@@ -145,7 +155,7 @@ def _evaluate_recipe(parsed: argparse.Namespace) -> int:
         dry_run=parsed.dry_run,
     ) as more:
         if parsed.smoke:  # what the options set is among them
-            options = {"checkpoint": None, "num_trials": None, "method": "tips"}
+            options = {"checkpoint": None, "num_trials": None, "method": "tips", "sets": parsed.sets}
             more = [*_option_overrides(parsed), *more]
         if parsed.dry_run:
             settings = api.evaluation_settings(parsed.recipe, overrides=[*recipe_overrides, *more], **options)

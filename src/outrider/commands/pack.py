@@ -68,7 +68,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _pack(parsed: argparse.Namespace) -> int:
-    from outrider.evaluation.packs import make_pack
+    from outrider.evaluation.packs import make_pack, score_lines
     from outrider.protocols import run_difference
 
     manifest = make_pack(
@@ -79,7 +79,8 @@ def _pack(parsed: argparse.Namespace) -> int:
         checkpoint_rule=parsed.checkpoint_rule,
     )
     print_lines(
-        f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}"
+        *score_lines(parsed.out),
+        f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}",
     )
     for name in manifest.runs:
         record = parsed.out / "runs" / name / "config.toml"

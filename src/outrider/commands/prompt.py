@@ -61,14 +61,14 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
     for name in ("environment", "engine"):
         require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     require_known_model(settings.model.name)
-    split = parsed.split or settings.evaluation.split
+    split = parsed.split or settings.evaluation.sets[0].split
     family = make_task_set(settings.environment)
     try:
         tasks = split_tasks(family, split)
         task = _find_task(tasks, parsed.task, split)
         factory = family.make()
         try:
-            step = -1 if split == settings.evaluation.split else 0
+            step = -1 if split == settings.evaluation.sets[0].split else 0
             prompt = first_prompt(factory, task, run_seed=settings.seed, step=step)
         finally:
             factory.close()

@@ -278,12 +278,13 @@ class RolloutWorker:
         modes = [tuple(group_modes) for group_modes in job.modes]
         settings = self._settings
         temperature = 1.0 if job.is_training else settings.evaluation.temperature
+        truncation = {} if job.is_training else settings.evaluation.truncation
         scheduler = Scheduler(
             engine=engine,
             renderer=self._renderer,
             factory=self._factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=temperature, stop=self._task_set.stop),
+            sampling=Sampling(temperature=temperature, stop=self._task_set.stop, **truncation),
             run_seed=settings.seed,
             hooks=hooks,
             max_concurrent=job.max_concurrent,

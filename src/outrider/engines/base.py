@@ -29,10 +29,12 @@ class EngineSettings(Settings):
     or with what ``export`` writes (merged adapters). ``has_own_processes``: under ``[cluster]`` it has its
     own processes, which accept single requests, can use several GPUs, and load weights from another GPU.
     ``reads_contexts``: it parses messages from the ids of its requests, so these must only grow and contain
-    plain messages as the chat template writes them.
+    plain messages as the chat template writes them. ``truncates``: it samples with the ``top_p`` and
+    ``top_k`` of its requests, which evaluations may set.
     """
 
     is_exact: ClassVar[bool] = False
+    truncates: ClassVar[bool] = False
     takes_adapters: ClassVar[bool] = False
     has_own_processes: ClassVar[bool] = False
     reads_contexts: ClassVar[bool] = False
@@ -70,6 +72,7 @@ class LocalSettings(EngineSettings):
     """
 
     is_exact: ClassVar[bool] = True
+    truncates: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
 
     type: Literal["local"] = "local"
@@ -82,6 +85,7 @@ class VllmSettings(EngineSettings):
     vLLM's compiler.
     """
 
+    truncates: ClassVar[bool] = True
     takes_adapters: ClassVar[bool] = True
     has_own_processes: ClassVar[bool] = True
 
@@ -107,7 +111,9 @@ class Request:
 
     ``token_ids`` is the whole context. ``seed`` starts the request's random stream, so that its result does
     not depend on the other requests of the batch (up to the engine's numerical accuracy). ``temperature`` 0
-    is greedy. ``cache_key`` names the rollout, whose keys and values can be reused between turns.
+    is greedy. With ``top_k`` and then ``top_p``, the token is sampled from the likeliest ones at that
+    temperature; log-probs are still those of the whole vocabulary. ``cache_key`` names the rollout, whose
+    keys and values can be reused between turns.
     """
 
     request_id: str
@@ -115,6 +121,8 @@ class Request:
     max_tokens: int
     seed: int
     temperature: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
     stop: tuple[str, ...] = ()
     cache_key: str | None = None
 
@@ -123,7 +131,8 @@ class Request:
 class Generation:
     """A sampled continuation.
 
-    ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy).
+    ``logprobs``: natural log of the probability at the sampling temperature (at 1 when greedy), without
+    regard to ``top_p`` and ``top_k``, except from vLLM, which renormalizes over the remaining tokens.
     ``entropies``: nats over the whole vocabulary at temperature 1, or lower bounds from the likeliest tokens
     of the sampling distribution (``entropies_are_bounds``). Both have one value per token.
     """

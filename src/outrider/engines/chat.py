@@ -487,11 +487,14 @@ class ChatEndpoint:
         stop: Sequence[str] = (),
         seed: int = 0,
         tools: Sequence[ToolSchema] = (),
+        top_p: float | None = None,
+        top_k: int | None = None,
     ) -> ChatReply:
         """Request the assistant's next turn, or the next piece of its open message after an ``inline``
         result.
 
-        The model may call ``tools`` natively; a server that parses calls returns them separately.
+        The model may call ``tools`` natively; a server that parses calls returns them separately. ``top_p``
+        and ``top_k`` (vLLM, SGLang) are only sent if they are set.
         """
         settings = self.settings
         if settings.history_thinking == "strip":
@@ -506,6 +509,10 @@ class ChatEndpoint:
         }
         if stop:
             body["stop"] = list(stop)
+        if top_p is not None:
+            body["top_p"] = top_p
+        if top_k is not None:
+            body["top_k"] = top_k
         if is_continued:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         if tools:
@@ -514,7 +521,7 @@ class ChatEndpoint:
         if settings.template_kwargs or settings.history_thinking != "keep":
             history = {"history_thinking": settings.history_thinking}
             body["chat_template_kwargs"] = history | settings.template_kwargs
-        return self._request("chat/completions", body, lambda answer: _read_reply(answer, stop, tools), seed)
+        return self.request("chat/completions", body, lambda answer: _read_reply(answer, stop, tools), seed)
 
     def discovered(self) -> EndpointSettings:
         """Complete the settings by the server's list of models: the name for ``default``, and
@@ -524,7 +531,7 @@ class ChatEndpoint:
         and ModelError if the list lacks the model.
         """
         try:
-            served = self._request("models", None, _read_models, 0)
+            served = self.request("models", None, _read_models, 0)
         except ModelError as error:
             if isinstance(error.__cause__, Refusal) and error.__cause__.status == 404:
                 return self.settings
@@ -537,11 +544,11 @@ class ChatEndpoint:
         continues = self.settings.continues_messages or served.get(name) == "vllm"
         return self.settings.model_copy(update={"model": name, "continues_messages": continues})
 
-    def _request(
+    def request(
         self, path: str, body: Mapping[str, Any] | None, read: Callable[[Any], ResultT], key: int
     ) -> ResultT:
-        """Send a request until ``read`` accepts the response. ``key`` selects the random stream of the
-        waits.
+        """Send a request until ``read``, which raises Transient, accepts the response. ``key`` selects the
+        random stream of the waits. Raises EngineFault, and ModelError if the server will never answer.
         """
         url = f"{self.settings.base_url}/{path}"
         for attempt in range(self.settings.max_retries + 1):

@@ -29,6 +29,8 @@ from typing import (
     runtime_checkable,
 )
 
+from pydantic import SerializerFunctionWrapHandler, model_serializer
+
 from outrider import deprecated
 from outrider.config import Settings
 from outrider.environments.conversations import Conversation, ExternalAgent, Refusal, SampledTurn, ServedTurn
@@ -42,6 +44,7 @@ from outrider.errors import (
     ToolUnavailable,
 )
 from outrider.plugins.registry import Section, build, resolve
+from outrider.suggestions import did_you_mean
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.tokens.tool_calls import call_id
 from outrider.tools.base import CallBudget
@@ -263,6 +266,18 @@ def as_names(value: object) -> tuple[str, ...]:
     return names
 
 
+class TaskLists(Settings):
+    """Files of task keys, one per line. A split with a file has only these tasks, in the order of the file;
+    all must be tasks of that split.
+    """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"train", "valid", "test"})
+
+    train: Path | None = None
+    valid: Path | None = None
+    test: Path | None = None
+
+
 class EnvironmentSettings(Settings):
     """Base class of the settings of environments.
 
@@ -282,6 +297,18 @@ class EnvironmentSettings(Settings):
     reports_metrics: ClassVar[bool] = True
     if TYPE_CHECKING:
         type: str = ""  # set to the plug-in's name if the class does not declare it
+
+    task_list: TaskLists = TaskLists()
+    """Files of task keys that select and order the tasks of a split, for example
+    ``task_list = {test = "l0_test.txt"}``."""
+
+    @model_serializer(mode="wrap")
+    def _without_empty_list(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave ``task_list`` out of recorded settings unless it names a file."""
+        values: dict[str, Any] = dump(self)
+        if self.task_list == TaskLists():
+            values.pop("task_list", None)
+        return values
 
     @property
     def has_experts(self) -> bool:
@@ -761,8 +788,22 @@ def require_tasks(config: Any) -> None:
 
 
 def make_task_set(config: EnvironmentSettings) -> TaskSet:
-    """Build the task set that ``config.type`` names."""
-    return config.adapt_task_set(cast(TaskSet, build("environments", config, None)))
+    """Build the task set that ``config.type`` names. Raises ConfigError for a ``task_list`` that the task set
+    would not use.
+    """
+    task_set = cast(TaskSet, build("environments", config, None))
+    if config.task_list != TaskLists() and _task_lists(task_set) != config.task_list:
+        raise ConfigError(
+            f"environment.task_list: {task_set.name} does not keep its settings in the attribute settings; "
+            "use evaluation.panels = [{task_list = FILE, ...}] for evaluations"
+        )
+    return config.adapt_task_set(task_set)
+
+
+def _task_lists(task_set: TaskSet) -> TaskLists:
+    settings = getattr(task_set, "settings", None) or getattr(task_set, "config", None)
+    lists = getattr(settings, "task_list", None)
+    return lists if isinstance(lists, TaskLists) else TaskLists()
 
 
 def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
@@ -788,7 +829,33 @@ def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
             raise DataError(
                 f"{source}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
             )
-    return tasks
+    path = getattr(_task_lists(task_set), split, None)
+    return tasks if path is None else listed_tasks(tasks, path, split=split)
+
+
+def listed_tasks(tasks: Sequence[Task], path: Path, *, split: str) -> list[Task]:
+    """Return the tasks whose keys a file lists, one per line, in its order.
+
+    Raises:
+        DataError: if the file cannot be read or does not end with a line break, and, with the line, for an
+            unknown key, a key that occurs twice, and blanks around a key.
+    """
+    by_key = {task.key: task for task in tasks}
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if not text.endswith("\n"):
+        raise DataError(f"{path} is empty or its last line is cut: end every task key with a line break")
+    chosen: dict[str, Task] = {}
+    for number, key in enumerate(text.removesuffix("\n").split("\n"), start=1):
+        if key not in by_key:
+            near = did_you_mean(key, list(by_key)) if key.strip() else ""
+            raise DataError(f"{path}:{number}: {key!r} is no task of the split {split!r}{near}"[:500])
+        if key in chosen:
+            raise DataError(f"{path}:{number}: {key!r} is listed twice")
+        chosen[key] = by_key[key]
+    return list(chosen.values())
 
 
 def is_stateful(config: EnvironmentSettings) -> bool:

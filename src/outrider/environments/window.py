@@ -375,8 +375,9 @@ class WindowEpisode(ExternalAgent):
             # The rule decides what is valid; strict is the environment's own, which may know more.
             invalid = not parsed.valid or (self._settings.parse == "strict" and result.invalid)
             refused = result.refused or (result.invalid and not invalid)
-            result = replace(result, invalid=invalid, refused=refused)
             self._world_observation = text = result.text
+            message = Message(role="user", content=text) if result.observations else None
+            result = replace(result, message=message, messages=(), invalid=invalid, refused=refused)
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(

@@ -127,7 +127,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
         evaluations=_evaluations(data, notes),
         trials=()
         if data.config.get("evaluation.num_trials", "0") == "0"
-        else tuple(evaluation for evaluation in data.evaluations if "score" in evaluation.metrics),
+        else tuple(evaluation for evaluation in data.main_evaluations if "score" in evaluation.metrics),
         notes=tuple(notes),
         record=tomllib.loads((path / "config.toml").read_text(encoding="utf-8")),
     )
@@ -172,7 +172,7 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
 def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
     """The last evaluation of each step, limited to evaluations with the tasks of the last one."""
     scored_by_step = {
-        evaluation.step: evaluation for evaluation in data.evaluations if "score" in evaluation.metrics
+        evaluation.step: evaluation for evaluation in data.main_evaluations if "score" in evaluation.metrics
     }
     ascending = [scored_by_step[step] for step in sorted(scored_by_step)]
     comparable = tuple(
@@ -201,7 +201,12 @@ _BUDGET: Final = (
 _ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
 # settings added in later versions, with the value that matches the behaviour of earlier versions
 _ADDED: Final = frozenset(
-    (("train.stages", "[]"), ("environment.response_format", "refuse"), ("environment.ignored_fields", "[]"))
+    (
+        ("train.stages", "[]"),
+        ("environment.response_format", "refuse"),
+        ("environment.ignored_fields", "[]"),
+        ("environment.result_tag", "result"),
+    )
 )
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
@@ -522,6 +527,7 @@ def _common_conditions(runs: Sequence[ComparedRun]) -> Evaluation | None:
             for name, mine, other in (
                 ("splits", ours.split, theirs.split),
                 ("temperatures", f"{ours.temperature:g}", f"{theirs.temperature:g}"),
+                ("top-p and top-k", str(ours.truncation or "none"), str(theirs.truncation or "none")),
                 ("panels", ours.panel_hash[:12], theirs.panel_hash[:12]),
             )
             if mine != other

@@ -298,7 +298,7 @@ def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
         if evaluation.step > step or metric is None:
             continue
         cells = [
-            f"**{evaluation.label}**" if evaluation.step == step else evaluation.label,
+            f"**{evaluation.full_label}**" if evaluation.step == step else evaluation.full_label,
             f"{evaluation.step}",
             score(metric.value, metric.ci_low, metric.ci_high)
             + format_mean_return(metric.value, evaluation.mean_return).rstrip(","),

@@ -336,14 +336,18 @@ EVALUATIONS: Final = "evaluations.jsonl"
 
 
 def load_run_evaluation(run: Path, number: int | None = None) -> LoggedEvaluation:
-    """The evaluation in line ``number`` (from 0) of ``evaluations.jsonl``; None is the last one.
+    """The evaluation in line ``number`` (from 0) of ``evaluations.jsonl``; None is the last one of the main
+    evaluation set.
 
     Raises ConfigError where there is none, DataError for damaged records.
     """
     evaluations = read_records(run / EVALUATIONS)
     if not evaluations:
         raise ConfigError(f"{run} has no evaluation")
-    index = len(evaluations) - 1 if number is None else number
+    main = [
+        index for index, entry in enumerate(evaluations) if entry.get("panel") == evaluations[0].get("panel")
+    ]
+    index = main[-1] if number is None else number
     if not 0 <= index < len(evaluations):
         raise ConfigError(f"{run} has evaluations 0 to {len(evaluations) - 1}, not {index}")
     record = evaluations[index]

@@ -153,7 +153,8 @@ class Replay:
         evaluations = RunDirectory(folder).finished_evaluations()
         if not evaluations:
             raise PackError(f"{name} has no evaluation")
-        return evaluations[-1]
+        main = evaluations[0].get("panel")
+        return [entry for entry in evaluations if entry.get("panel") == main][-1]
 
     def _toy(self, row: ExactResult) -> Replayed:
         """Play a toy by the source tree's own command: it is no part of the installed package."""

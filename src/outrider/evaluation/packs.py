@@ -2,7 +2,7 @@
 
     manifest.json       format, runs with versions and inputs, commands, and the SHA-256 of every other file
     manifest.sha256     SHA-256 of the manifest
-    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without paths of the machine;
+    runs/NAME/          config.toml, evaluations.jsonl and metrics.jsonl of a run without the machine's paths;
                         protocol.json compares a run with the protocol that its recipe names
     exact.jsonl         exact returns of trainings without held-out tasks, one line per seed
     tables.json         scores, intervals and costs, computed from the results
@@ -40,8 +40,9 @@ from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
+from outrider.printing import score
 from outrider.protocols import run_difference
-from outrider.rollout.evaluate import interval
+from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
 from outrider.viewer.run_reader import finite
 
 FORMAT: Final = "outrider pack 2"
@@ -668,6 +669,7 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
                 "num_faults": int(line.get("num_faults", 0)), "score": finite(score["value"]),
                 "ci_low": finite(score["ci_low"]), "ci_high": finite(score["ci_high"]),
                 "mean_return": finite(line.get("mean_return")), "has_tasks": bool(line.get("task_scores")),
+                **{key: line[key] for key in ("panel", "top_p", "top_k") if key in line},
             }  # fmt: skip
             tasks, returns = (
                 _finite_values(line.get(key) or {}, f"{location}: {key}")
@@ -684,6 +686,27 @@ def _evaluation_rows(pack: Path, name: str) -> list[dict[str, Any]]:
                 raise PackError(f"{location}: {difference}")
         rows.append(row)
     return rows
+
+
+def score_lines(pack: Path) -> list[str]:
+    """One line per training and evaluation set of a pack: the last score and its conditions."""
+    last: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in json.loads(read_bytes(pack / TABLES))["evaluations"]:
+        if row["score"] is not None:
+            last[row["run"], row.get("panel", "")] = row
+    lines = []
+    for (name, panel), row in last.items():
+        conditions = describe_conditions(
+            split=row["split"],
+            panel_hash=row["panel_hash"],
+            temperature=row["temperature"],
+            num_samples=read_recipe(pack, name)["evaluation"].get("num_samples", 1),
+            truncation={key: row[key] for key in ("top_p", "top_k") if key in row},
+        )
+        value = score(row["score"], row["ci_low"], row["ci_high"])
+        label = evaluation_label(row["label"], panel)
+        lines.append(f"{name}, {label}: {value} on {row['num_tasks']} tasks; {conditions}")
+    return lines
 
 
 def _finite_values(task_values: Mapping[str, Any], location: str) -> list[float]:

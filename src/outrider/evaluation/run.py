@@ -116,7 +116,9 @@ class LocalPlayer:
             renderer=renderer,
             factory=setup.factory,
             limits=setup.limits,
-            sampling=Sampling(temperature=self.settings.temperature, stop=setup.stop),
+            sampling=Sampling(
+                temperature=self.settings.temperature, stop=setup.stop, **self.settings.truncation
+            ),
             run_seed=self.settings.seed,
             max_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
@@ -196,6 +198,7 @@ class EndpointPlayer:
             stop=setup.stop,
             run_seed=self.settings.seed,
             temperature=self.settings.temperature,
+            truncation=self.settings.truncation,
             num_concurrent=self.settings.num_concurrent,
             max_retries=self.settings.max_retries,
             max_faults_in_a_row=self.settings.max_faults_in_a_row,

@@ -447,6 +447,10 @@ class EvalTasksSettings(Settings):
     num_samples: int = Field(1, ge=1)
     """k of pass@k and avg@k."""
     temperature: float = Field(0.0, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the likeliest tokens with this share of the probability (None: from all tokens)."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this number of likeliest tokens (None: from all tokens)."""
     instruction: Literal["system", "user"] = "system"
     """Without tools: the role of the message with the answer instructions. If the chat template does not
     support system messages, they are in the user message in both cases."""
@@ -470,6 +474,12 @@ class EvalTasksSettings(Settings):
     watchdog_s: float = Field(300.0, ge=0)
     """Seconds without progress after which a line reports where the evaluation waits (0: never)."""
     seed: int = 0
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        values = {"top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def num_concurrent(self) -> int:
@@ -514,6 +524,8 @@ class EvalTasksSettings(Settings):
     def _validate(self) -> "EvalTasksSettings":
         if (self.model is None) == (self.endpoint is None):
             raise ValueError("give exactly one of a model and an endpoint")
+        if self.temperature == 0 and self.truncation:
+            raise ValueError("temperature = 0 is greedy: remove top_p and top_k")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError(
                 "at temperature 0 all samples of a task are one: num_samples > 1 needs a temperature"
@@ -612,7 +624,7 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
         "tasks": eval_tasks.benchmark.name, "panel_hash": eval_tasks.panel_hash, "rules": settings.rules,
         "metric": scorer, "judge": None if settings.judge is None else judge_identity(settings.judge),
         "temperature": settings.temperature, "rollout": settings.rollout.model_dump(mode="json"),
-        "seed": settings.seed, "environment": None, "instruction": None,
+        "seed": settings.seed, "environment": None, "instruction": None, **settings.truncation,
     }  # fmt: skip
     if task_set is None or settings.environment is None or settings.tools == "off":
 
@@ -683,10 +695,14 @@ def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer |
     return scorer
 
 
+# Settings of later versions with the behaviour of earlier ones, whose evaluations can be continued.
+_ADDED: Final = (("result_tag", "result"),)
+
+
 def environment_identity(environment: EnvironmentSettings) -> dict[str, Json]:
     """The environment's settings, with files by their content and without caches."""
     identity: dict[str, Json] = _hash_files(environment.model_dump())
-    return identity
+    return {key: value for key, value in identity.items() if (key, value) not in _ADDED}
 
 
 def _hash_files(value: Any) -> Any:

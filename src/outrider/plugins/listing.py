@@ -59,6 +59,7 @@ _DESCRIPTIONS: Final[Mapping[Kind, Mapping[str, str]]] = {
     },
     "tools": {
         "search": "BM25 search in your passages.",
+        "http-search": "Search by a retrieval server, such as that of Search-R1.",
         "python": "Run Python code in a sandbox without files, network and processes.",
         "browser": "Read a page, from a file or live, for a question.",
         "mcp": "The tools of an MCP server (extra mcp).",

@@ -219,8 +219,14 @@ def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping) and value:
             flat |= flat_settings(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = _NONE if value is None else value
+            flat[f"{prefix}{name}"] = _without_none(value)
     return flat
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [flat_settings(item) if isinstance(item, Mapping) else item for item in value]
+    return _NONE if value is None else value
 
 
 def nested_settings(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -365,8 +371,8 @@ def compare_settings(label: str, tree: Mapping[str, Any], right: Protocol) -> Di
 
 
 def run_difference(record: Path, name: str | None = None) -> Difference | None:
-    """Compare the record of a run (``config.toml``) with the protocol ``name``, by default that of its recipe;
-    None if there is none. Raises ConfigError for an unknown ``name``.
+    """Compare the record of a run (``config.toml``) with the protocol ``name``, by default that of its
+    recipe; None if there is none. Raises ConfigError for an unknown ``name``.
     """
     tree = tomllib.loads(record.read_text(encoding="utf-8"))
     chosen = name or tree.get("protocol", _NONE)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from outrider.engines.chat import ChatEndpoint, ChatReply, Refusal
 from outrider.environments.base import (
@@ -86,7 +86,7 @@ class Collector:
     Turns are limited as in the rollout loop, and so are tokens if the server counts them. Observations are
     not truncated. After ``max_faults_in_a_row`` consecutive rollouts with an endpoint failure, collecting
     stops with :class:`EngineFault`, so that a dead server does not cost the back-off time of every rollout.
-    ``stop`` are the stop strings of a turn.
+    ``stop`` are the stop strings of a turn, and ``truncation`` its ``top_p`` and ``top_k``, if any.
     """
 
     endpoint: ChatEndpoint
@@ -95,6 +95,7 @@ class Collector:
     stop: tuple[str, ...]
     run_seed: int
     temperature: float = 1.0
+    truncation: Mapping[str, Any] = field(default_factory=dict)
     num_concurrent: int = 8
     max_retries: int = 2
     max_faults_in_a_row: int = 8
@@ -212,7 +213,7 @@ class Collector:
                 reply = self.endpoint.complete(
                     conversation, max_tokens=room, temperature=self.temperature, stop=stop,
                     seed=stream_seed(self.run_seed, "collect sample", task.key, rollout, num_turns),
-                    tools=episode.tools,
+                    tools=episode.tools, **self.truncation,
                 )  # fmt: skip
             # An episode that exceeds the context is truncated and scored, as in the rollout loop.
             except EngineFault as fault:

@@ -51,10 +51,14 @@ StateT = TypeVar("StateT", bound=EpisodeState)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Sampling parameters of the policy's turns. Temperature 0 is greedy decoding, as evaluations may use."""
+    """Sampling parameters of the policy's turns. Temperature 0 is greedy decoding, as evaluations may use.
+    Only evaluations set ``top_p`` and ``top_k``.
+    """
 
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
+    top_p: float | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +343,8 @@ class EpisodeRunner:
                 max_tokens=max_tokens,
                 seed=stream_seed(self.run_seed, "sample", self.training_step, *key),
                 temperature=self.sampling.temperature,
+                top_p=self.sampling.top_p,
+                top_k=self.sampling.top_k,
                 stop=stop,
                 cache_key=f"{state.task.key}/{state.rollout}",
             )

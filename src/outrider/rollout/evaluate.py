@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,29 @@ def evaluate(
     return evaluation, report.traces
 
 
+def evaluation_label(label: str, panel: str) -> str:
+    """Format the label of an evaluation on the evaluation set ``panel``; "" is the only set."""
+    return f"{label}, {panel}" if panel else label
+
+
+def describe_conditions(
+    *,
+    split: str,
+    panel_hash: str,
+    temperature: float,
+    num_samples: int | str | None = None,
+    truncation: Mapping[str, float] = MappingProxyType({}),
+) -> str:
+    """Describe in one line what a score was measured on and how: scores with another line cannot be
+    compared.
+    """
+    samples = () if num_samples is None else (f"n = {num_samples}",)
+    cuts = (f"{name} {value:g}" for name, value in truncation.items())
+    return ", ".join(
+        (f"split {split}", f"panel {panel_hash[:12]}", f"temperature {temperature:g}", *cuts, *samples)
+    )
+
+
 def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
     """Return the confidence interval of the mean over tasks; NaN without scores.
 
@@ -158,9 +182,11 @@ def paired_gain(
 ) -> PairedGain | None:
     """Compare two lines of ``evaluations.jsonl``.
 
-    Returns None if their splits, task lists or temperatures differ, or if they have no scored task in common.
+    Returns None if their splits, task lists, temperatures, top-p or top-k differ, or if they have no scored
+    task in common.
     """
-    if any(earlier[key] != later[key] for key in ("split", "panel_hash", "temperature")):
+    conditions = ("split", "panel_hash", "temperature", "top_p", "top_k")
+    if any(earlier.get(key) != later.get(key) for key in conditions):
         return None
     before, after = earlier["task_scores"], later["task_scores"]
     differences = [after[key] - before[key] for key in after if key in before]

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -82,9 +83,36 @@ class RolloutSettings(Limits):
         return self.model_copy(update={"max_turns": limits[min(stage, len(limits) - 1)]})
 
 
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class EvaluationSet(Settings):
+    """One evaluation set: the first ``num_tasks`` tasks of ``split``, or of ``task_list`` in the order of the
+    file. ``sha256`` is the hash of these tasks, as recorded in ``evaluations.jsonl``; a run with other tasks
+    is an error (None: no check).
+    """
+
+    input_paths: ClassVar[frozenset[str]] = frozenset({"task_list"})
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]*$", max_length=40)
+    """Name of the set in results, metrics (``eval/score/NAME``) and messages."""
+    split: str = "test"
+    """Split of the tasks."""
+    num_tasks: int = Field(200, ge=1)
+    """Number of tasks: the first ones of the split or of the list."""
+    task_list: Path | None = None
+    """File of task keys, one per line: the tasks of this set, all from ``split``, in the order of the file
+    (None: the order of the split)."""
+    sha256: Sha256 | None = None
+    """Expected hash of the tasks."""
+
+
+_ONE_SET: Final = ("split", "num_tasks", "panel")  # settings of a run with one evaluation set
+
+
 class EvaluationSettings(Settings):
     """Evaluation on the first ``num_tasks`` tasks of ``split``, with ``num_samples`` rollouts each at
-    ``temperature`` (0: greedy; top-p, top-k and min-p cannot be set).
+    ``temperature`` (0: greedy).
 
     An evaluation runs before training (``at_start``), after the cold start, after ``every`` training steps
     (0: never) and at the end. ``panel`` is the SHA-256 of these tasks, as recorded in ``evaluations.jsonl``;
@@ -102,14 +130,51 @@ class EvaluationSettings(Settings):
     """Sampling temperature of evaluations (0: greedy)."""
     every: int = Field(0, ge=0)
     at_start: bool = True
-    panel: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    panel: Sha256 | None = None
+    panels: tuple[EvaluationSet, ...] = ()
+    """Several evaluation sets, each evaluated at the same points, in place of ``split``, ``num_tasks`` and
+    ``panel``. The first one is the main set, which commands and curves with one score use."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities at ``temperature`` add up to this share (None: all
+    tokens). Training never truncates."""
+    top_k: int | None = Field(None, ge=1)
+    """Sample from this number of likeliest tokens (None: from all tokens). Training never truncates."""
     num_trials: int = Field(0, ge=0)
     memory: Literal["tips", "reflexion"] = "tips"
 
     @model_validator(mode="after")
     def _validate(self) -> "EvaluationSettings":
+        names = [entry.name for entry in self.panels]
+        if len(set(names)) < len(names) or "" in names:
+            raise ValueError("evaluation.panels: every set needs a name of its own")
+        if names and (
+            given := [key for key in _ONE_SET if getattr(self, key) != type(self).model_fields[key].default]
+        ):
+            raise ValueError(
+                "evaluation.panels has the split, num_tasks and sha256 of every set: remove "
+                f"evaluation.{given[0]}"
+            )
+        if len(names) > 1 and self.num_trials:
+            raise ValueError(
+                "evaluation.num_trials (--adapt) plays one evaluation set: name it with --set, or leave one "
+                "in evaluation.panels"
+            )
+        if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
+            raise ValueError("evaluation.temperature = 0 is greedy: remove evaluation.top_p and top_k")
         if self.num_trials and self.memory == "reflexion" and self.num_samples > 1:
             raise ValueError(
                 "evaluation.memory = reflexion tries every task again on its own: num_samples must be 1"
             )
         return self
+
+    @property
+    def sets(self) -> tuple[EvaluationSet, ...]:
+        """The evaluation sets, the main one first. The name of the only set of ``split`` is empty."""
+        only = EvaluationSet(name="", split=self.split, num_tasks=self.num_tasks, sha256=self.panel)
+        return self.panels or (only,)
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        values = {"top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in values.items() if value is not None}

@@ -139,7 +139,7 @@ class SearchTool:
         scores = self._index.get_scores_from_ids(ids)
         hits = _top(scores, self._config.top_k)
         passages = tuple(self._passages[i] for i in hits)
-        rendered = [_render(passage, self._config) for passage in passages]
+        rendered = [render_passage(passage, self._config) for passage in passages]
         return SearchResult(
             passages=passages,
             scores=tuple(float(scores[i]) for i in hits),
@@ -252,7 +252,7 @@ def _top(scores: npt.NDArray[np.float32], top_k: int) -> list[int]:
     return [int(i) for i in candidates[order]]
 
 
-def _render(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
+def render_passage(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     """Return ``title: text`` on one line and whether it was truncated."""
     max_chars = config.max_chars
     shown_id = f"[{passage.passage_id}] " if config.show_ids else ""

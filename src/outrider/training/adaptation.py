@@ -151,7 +151,11 @@ def _run_trials(
             renderer=parts.renderer,
             factory=parts.factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=evaluation_settings.temperature, stop=parts.task_set.stop),
+            sampling=Sampling(
+                temperature=evaluation_settings.temperature,
+                stop=parts.task_set.stop,
+                **evaluation_settings.truncation,
+            ),
             run_seed=settings.seed,
             hooks=(hook,),
             max_concurrent=settings.num_concurrent,
@@ -192,9 +196,11 @@ def _run_trials(
         RecordFiles(run.path).write_evaluation(parts, traces, number=trial, step=0)
         run.add_evaluation(
             evaluation,
-            split=evaluation_settings.split,
+            split=evaluation_settings.sets[0].split,
             temperature=evaluation_settings.temperature,
             tasks_hash=tasks_hash,
+            panel=evaluation_settings.sets[0].name,
+            truncation=evaluation_settings.truncation,
             trial=own,
         )
         trackers.log(trial, evaluation_metrics(evaluation))

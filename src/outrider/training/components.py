@@ -18,10 +18,20 @@ if TYPE_CHECKING:
     from outrider.training.learner import Learner
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationTasks:
+    """The tasks of one evaluation set. ``num_training_tasks`` of them are training tasks."""
+
+    name: str
+    split: str
+    tasks: Sequence[Task]
+    num_training_tasks: int = 0
+
+
 @dataclass(slots=True, kw_only=True)
 class Components:
-    """The components of a run. ``buffer`` is None if the algorithm does not retrieve, ``remote`` if this
-    process generates all rollouts.
+    """The components of a run. ``test_tasks`` are those of the main evaluation set. ``buffer`` is None if the
+    algorithm does not retrieve, ``remote`` if this process generates all rollouts.
     """
 
     settings: RunSettings
@@ -38,4 +48,17 @@ class Components:
     # for the cold start, by task key; None: from experts
     demonstrations: Mapping[str, Sequence[Step] | None] | None = None
     num_training_tasks: int = 0  # among the evaluation tasks
+    other_sets: Sequence[EvaluationTasks] = ()  # evaluation sets after the main one
     rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
+
+    @property
+    def eval_sets(self) -> tuple[EvaluationTasks, ...]:
+        """All evaluation sets, the main one first. The only set of ``evaluation.split`` has no name."""
+        main = self.settings.evaluation.sets[0]
+        first = EvaluationTasks(
+            name=main.name,
+            split=main.split,
+            tasks=self.test_tasks,
+            num_training_tasks=self.num_training_tasks,
+        )
+        return (first, *self.other_sets)

@@ -16,7 +16,7 @@ from typing import Final
 from outrider.algorithms.base import ExpertPaths, TaskChoice
 from outrider.algorithms.distill_help import episode_lines, find_help_hook, with_helped_mode
 from outrider.config import Settings
-from outrider.environments.base import TaskSet, split_tasks
+from outrider.environments.base import TaskSet, listed_tasks, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.rollout.faults import count_cut, cut_line, fault_line
@@ -25,7 +25,7 @@ from outrider.rollout.settings import EvaluationSettings
 from outrider.seeding import stream
 from outrider.trace import Trace
 from outrider.training.cold_start import expert_rollouts
-from outrider.training.components import Components
+from outrider.training.components import Components, EvaluationTasks
 from outrider.training.experts import request_expert_paths
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings
 from outrider.types import Task
@@ -420,8 +420,15 @@ _LONGEST: Final = 60  # characters of a question in a message
 
 def num_training_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> int:
     """Return how many of the evaluation tasks are training tasks."""
-    known = {_identity(task) for task in train}
-    return sum(_identity(task) in known for task in evaluation)
+    return len(shared_tasks(train, evaluation))
+
+
+def shared_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> list[Task]:
+    """Return the evaluation tasks that are training tasks: those with equal data, and those with the question
+    and an answer of a training task, because rows of two files may differ in other columns.
+    """
+    known = {_identity(task) for task in train} | {pair for task in train for pair in _answered(task)}
+    return [task for task in evaluation if not known.isdisjoint((_identity(task), *_answered(task)))]
 
 
 def kind_of_tasks(num_tasks: int, num_training: int) -> str:
@@ -433,14 +440,15 @@ def kind_of_tasks(num_tasks: int, num_training: int) -> str:
     return f"tasks, {num_training} of them training tasks"
 
 
-def train_overlap_lines(num_training: int, num_tasks: int, split: str) -> list[str]:
-    """One line if evaluation tasks are training tasks, else none."""
-    if not num_training:
+def train_overlap_lines(shared: Sequence[Task], num_tasks: int, split: str) -> list[str]:
+    """One line if evaluation tasks are training tasks (``shared``), else none."""
+    if not shared:
         return []
-    which = "all" if num_training == num_tasks else f"{num_training} of the"
+    which = "all" if len(shared) == num_tasks else f"{len(shared)} of the"
+    example = "" if split == "train" else f", for example {_cut(shared[0].question)!r}"
     return [
         f"EVALUATION ON TRAINING TASKS: {which} {num_tasks} evaluation tasks (split {split}) are training "
-        "tasks; a score on them does not measure generalization"
+        f"tasks{example}; a score on them does not measure generalization"
     ]
 
 
@@ -477,11 +485,33 @@ def task_notes(
     """Return how many of the evaluation tasks are training tasks, and lines about that and about repeated
     questions.
     """
-    split = settings.evaluation.split
-    known = tasks_to_compare(family, settings, train, settings.evaluation)
-    num_training = num_training_tasks(known, evaluation)
-    lines = train_overlap_lines(num_training, len(evaluation), split) + repetition_lines(train, "train")
-    return num_training, lines + (repetition_lines(evaluation, split) if split != "train" else [])
+    split = settings.evaluation.sets[0].split
+    known = tasks_to_compare(family, settings, train, split)
+    shared = shared_tasks(known, evaluation)
+    lines = train_overlap_lines(shared, len(evaluation), split) + repetition_lines(train, "train")
+    return len(shared), lines + (repetition_lines(evaluation, split) if split != "train" else [])
+
+
+def read_other_sets(
+    task_set: TaskSet, settings: RunSettings, train: Sequence[Task]
+) -> tuple[list[EvaluationTasks], list[str]]:
+    """Read the evaluation sets after the main one. Returns also lines about training tasks in them.
+
+    Raises the errors of :func:`read_eval_tasks`, and ConfigError for a set without tasks.
+    """
+    others: list[EvaluationTasks] = []
+    lines: list[str] = []
+    for number, chosen in enumerate(settings.evaluation.panels[1:], start=1):
+        tasks = read_eval_tasks(task_set, settings.evaluation, number)
+        shared = shared_tasks(tasks_to_compare(task_set, settings, train, chosen.split), tasks)
+        overlap = train_overlap_lines(shared, len(tasks), chosen.split)
+        lines += [f"evaluation set {chosen.name}: {line}" for line in overlap]
+        others.append(
+            EvaluationTasks(name=chosen.name, split=chosen.split, tasks=tasks, num_training_tasks=len(shared))
+        )
+        if not tasks:
+            raise ConfigError(f"the evaluation set {chosen.name!r} has no tasks: see evaluation.panels")
+    return others, lines
 
 
 def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
@@ -495,16 +525,22 @@ def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
     return tasks
 
 
-def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence[Task]:
-    """The first ``num_tasks`` of the split. Raises DataError if they are not the panel that the recipe
-    names.
+def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings, number: int = 0) -> Sequence[Task]:
+    """The tasks of evaluation set ``number``: the first ``num_tasks`` of its split or list. Raises DataError
+    if they are not the tasks whose hash the recipe has.
     """
-    tasks = split_tasks(task_set, settings.split)[: settings.num_tasks]
+    chosen = settings.sets[number]
+    tasks = split_tasks(task_set, chosen.split)
+    if chosen.task_list is not None:
+        tasks = listed_tasks(tasks, chosen.task_list, split=chosen.split)
+    tasks = tasks[: chosen.num_tasks]
     tasks_hash = hash_tasks(tasks)
-    if settings.panel is not None and tasks_hash != settings.panel:
+    if chosen.sha256 is not None and tasks_hash != chosen.sha256:
+        key = f"the sha256 of the evaluation set {chosen.name!r}" if chosen.name else "evaluation.panel"
         raise DataError(
-            f"the {len(tasks)} tasks of the split {settings.split!r} are not the panel of the recipe: "
-            f"evaluation.panel is {settings.panel}, theirs is {tasks_hash} (evaluation.panel=none takes any)"
+            f"the {len(tasks)} tasks of the split {chosen.split!r} are not the panel of the recipe: "
+            f"{key} is {chosen.sha256}, theirs is {tasks_hash} "
+            f"({'remove sha256 to take any' if chosen.name else 'evaluation.panel=none takes any'})"
         )
     return tasks
 
@@ -512,18 +548,17 @@ def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings) -> Sequence
 def require_some_tasks(train: Sequence[Task], evaluation: Sequence[Task], settings: RunSettings) -> None:
     """Raise ConfigError for a run that neither trains nor evaluates."""
     if not train and not evaluation:
-        raise ConfigError(
-            f"the split {settings.evaluation.split!r} has no tasks to evaluate on: set evaluation.split"
-        )
+        split = settings.evaluation.sets[0].split
+        raise ConfigError(f"the split {split!r} has no tasks to evaluate on: set evaluation.split")
 
 
 def tasks_to_compare(
-    task_set: TaskSet, settings: RunSettings, train: Sequence[Task], evaluation: EvaluationSettings
+    task_set: TaskSet, settings: RunSettings, train: Sequence[Task], split: str
 ) -> Sequence[Task]:
-    """Return the training tasks to compare evaluation tasks with: those of the run or, in an evaluation
+    """Return the training tasks to compare tasks of ``split`` with: those of the run or, in an evaluation
     without training, those of the recipe if it has a file of them.
     """
-    if train or evaluation.split == "train":
+    if train or split == "train":
         return train or split_tasks(task_set, "train")
     dataset = getattr(settings.environment, "train", None)
     path = getattr(dataset, "path", None)
@@ -538,6 +573,10 @@ def tasks_to_compare(
 def _identity(task: Task) -> tuple[str, ...]:
     metadata = json.dumps(dict(task.metadata), sort_keys=True, default=str)
     return (_normal(task.question), metadata) if task.answers else (task.key, task.question, metadata)
+
+
+def _answered(task: Task) -> list[tuple[str, ...]]:
+    return [("answered", _normal(task.question), _normal(answer)) for answer in task.answers]
 
 
 def _normal(text: str) -> str:

@@ -66,7 +66,7 @@ def read_defaults(
             factory = task_set.make()
             try:
                 beginnings: list[tuple[str, tuple[ToolSchema, ...]]] = []
-                for task in split_tasks(task_set, settings.evaluation.split)[:_NUM_PROMPTS]:
+                for task in split_tasks(task_set, settings.evaluation.sets[0].split)[:_NUM_PROMPTS]:
                     env = factory(task)
                     try:
                         episode = open_episode(env)

@@ -82,6 +82,7 @@ def input_digests(parts: Components) -> dict[str, str]:
         digests["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
     files |= {f"environment.{key}": path for key, path in parts.settings.environment.input_files().items()}
+    files |= {f"evaluation.{key}": path for key, path in settings_files(parts.settings.evaluation)}
     files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
     if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(demonstrations)
@@ -343,7 +344,9 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     if metrics.is_file() and (num := metrics.read_bytes().count(b'"kind": "train"')):
         return f"metrics of {num} training step(s)"
     num = sum(entry is not None for _, entry in readable(run.evaluations)) if run.evaluations.is_file() else 0
-    return f"{num} evaluation(s)" if num > settings.evaluation.at_start else ""
+    return (
+        f"{num} evaluation(s)" if num > settings.evaluation.at_start * len(settings.evaluation.sets) else ""
+    )
 
 
 # The progress of a run and its files: this code writes checkpoints and rolls a killed run back to one.
@@ -386,6 +389,7 @@ class RunState:
         self._tasks = {
             "train": hash_tasks(self.parts.train_tasks),
             "held-out": hash_tasks(self.parts.test_tasks),
+            **{f"evaluation {entry.name}": hash_tasks(entry.tasks) for entry in self.parts.other_sets},
         }
         self._inputs = input_digests(self.parts)
 
@@ -495,11 +499,12 @@ class RunState:
             raise damaged(checkpoint, error) from error
         return state
 
-    def rewind(self, state: dict[str, Any], *, last_label: str) -> None:
+    def rewind(self, state: dict[str, Any], *, last_label: str, is_done: bool = False) -> None:
         """Roll back everything that was written after the checkpoint; it is computed again with the same
         bits.
 
-        If a finished run is extended, the evaluation at its former end (``last_label``) is retained.
+        If a finished run is extended, the evaluation at its former end (``last_label``) is retained, and if
+        all steps of the run are done (``is_done``), so are the evaluations of the first evaluation sets.
 
         Raises CheckpointError if tasks, buffer or reference differ, or if records are missing.
         """
@@ -513,7 +518,7 @@ class RunState:
                     "file back, or begin a new run with model.initial_checkpoint"
                 )
         for name, tasks_hash in state["tasks"].items():
-            if tasks_hash != self._tasks[name]:
+            if tasks_hash != self._tasks.get(name):
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
@@ -538,7 +543,7 @@ class RunState:
         if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
         # All checks are done: from here on files are cut.
-        num_retained = self._retain_last_evaluation(state, last_label)
+        num_retained = self._retain_last_evaluation(state, last_label, is_done=is_done)
         self.metrics.cut(int(state["num_metric_records"]) + num_retained)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
         self._remove_records(after=self.step)
@@ -546,21 +551,27 @@ class RunState:
         self.parts.engine.load(int(state["weight_version"]))
         self.note(f"continuing from step {self.step}")
 
-    def _retain_last_evaluation(self, state: dict[str, Any], last_label: str) -> int:
-        """Return 1 if a shorter run ended at this checkpoint with an evaluation, which is renamed to its
-        step.
+    def _retain_last_evaluation(self, state: dict[str, Any], last_label: str, *, is_done: bool) -> int:
+        """Return the number of evaluations after the checkpoint that are retained: those at the end of a
+        shorter run, which are renamed to their step, or those of the first evaluation sets at the end of this
+        run (``is_done``).
         """
         number, label = int(state["num_evaluations"]), f"step {self.step}"
         newer = self.run.finished_evaluations()[number:]
-        is_last = (
-            len(newer) == 1 and newer[0]["step"] == self.step and newer[0]["label"] in (last_label, label)
-        )
-        if not is_last or self.metrics.kinds[int(state["num_metric_records"]) :] != [(self.step, "eval")]:
+        num_sets = len(self.parts.eval_sets)
+        is_last = all(entry["step"] == self.step and entry["label"] in (last_label, label) for entry in newer)
+        kinds = self.metrics.kinds[int(state["num_metric_records"]) :]
+        if not newer or not is_last or kinds != [(self.step, "eval")] * len(newer):
+            return 0
+        if is_done and newer[0]["label"] == last_label:  # the run was killed between two evaluation sets
+            return len(newer)
+        if len(newer) != num_sets:
             return 0
         if newer[0]["label"] != label:
-            self.run.name_evaluation(number, label)
+            for offset in range(num_sets):
+                self.run.name_evaluation(number + offset, label)
             self.note(f"the evaluation {last_label!r} of the shorter run is kept as {label!r}")
-        return 1
+        return num_sets
 
     def _buffer_digest(self) -> str | None:
         """Digest of the buffer, cached per revision, because most runs never change theirs."""

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from outrider.algorithms.loss_settings import migrate_keys
@@ -415,10 +416,13 @@ class RunDirectory:
         temperature: float,
         tasks_hash: str,
         num_training_tasks: int = 0,
+        panel: str = "",
+        truncation: Mapping[str, float] = MappingProxyType({}),
         trial: Evaluation | None = None,
     ) -> None:
         """Append one line and force it to disk; an adaptation also records the results of the ``trial``
-        alone. ``num_training_tasks`` of the evaluation tasks are training tasks.
+        alone. ``num_training_tasks`` of the evaluation tasks are training tasks. ``panel`` is the name of the
+        evaluation set, if it has one, and ``truncation`` the top-p and top-k of sampling, if they are set.
         """
         score = {"value": evaluation.score, "ci_low": evaluation.ci_low, "ci_high": evaluation.ci_high}
         line = {
@@ -436,6 +440,9 @@ class RunDirectory:
             "task_scores": dict(evaluation.task_scores),
             "task_returns": dict(evaluation.task_returns),
         }
+        if panel:
+            line["panel"] = panel
+        line |= truncation
         if num_training_tasks:
             line["num_training_tasks"] = num_training_tasks
         if trial is not None:

@@ -95,14 +95,16 @@ class PolicyServer:
                 code="context_length_exceeded",
             )
         key = ("number", self.num_requests) if request.seed is None else ("seed", request.seed)
-        temperature = request.temperature
+        temperature, evaluation = request.temperature, settings.evaluation
+        truncation = evaluation.truncation if temperature is None else {}
         requests = [
             Request(
                 request_id=f"{number:04d}",
                 token_ids=context,
                 max_tokens=min(room, conversation.max_tokens or settings.rollout.max_turn_tokens),
                 seed=stream_seed(settings.seed, "serve", *key, number),
-                temperature=settings.evaluation.temperature if temperature is None else temperature,
+                temperature=evaluation.temperature if temperature is None else temperature,
+                **truncation,
                 stop=(*self.defaults.stop, *conversation.stop),
             )
             for number in range(request.num_answers)

@@ -471,6 +471,11 @@ class RunSettings(Settings):
                 "nothing else opens the buffer"
             )
         self._validate_adapters()
+        if self.evaluation.truncation and not self.engine.truncates:
+            raise ValueError(
+                f"evaluation.top_p and top_k: engine.type = {self.engine.type} samples from all tokens; "
+                "remove them, or use another engine"
+            )
         if self.train.num_steps and (reason := self.engine.no_training()):
             raise ValueError(reason)
         if self.update.attention == "flex" and self.model.device == "cpu":

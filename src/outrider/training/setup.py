@@ -47,7 +47,13 @@ from outrider.training.checkpoint import (
     require_intact,
 )
 from outrider.training.components import Components
-from outrider.training.data import read_eval_tasks, require_some_tasks, task_notes, training_tasks
+from outrider.training.data import (
+    read_eval_tasks,
+    read_other_sets,
+    require_some_tasks,
+    task_notes,
+    training_tasks,
+)
 from outrider.training.experts import fill_buffer, read_demonstrations
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
@@ -247,6 +253,8 @@ def build(
     test_tasks = read_eval_tasks(task_set, settings.evaluation)
     require_some_tasks(train_tasks, test_tasks, settings)
     num_training_tasks, lines = task_notes(task_set, settings, train_tasks, test_tasks)
+    other_sets, other_lines = read_other_sets(task_set, settings, train_tasks)
+    lines += other_lines
     demonstrations = None  # use experts
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None and not resumed:
         demonstrations = read_demonstrations(
@@ -317,6 +325,7 @@ def build(
             train_tasks=train_tasks,
             test_tasks=test_tasks,
             num_training_tasks=num_training_tasks,
+            other_sets=other_sets,
             buffer=buffer,
             algorithm=algorithm,
             remote=remote,

@@ -592,9 +592,9 @@ def _total(nodes: Sequence[Node], name: str) -> float:
     return float(sum(node.metadata.get(name, 0) for node in nodes))
 
 
-def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """The metrics of an evaluation."""
-    return {
+def evaluation_metrics(evaluation: Evaluation, panel: str = "") -> dict[str, float]:
+    """The metrics of an evaluation. ``panel`` names an evaluation set other than the main one."""
+    values = {
         "eval/score": evaluation.score,
         "eval/ci_low": evaluation.ci_low,
         "eval/ci_high": evaluation.ci_high,
@@ -602,6 +602,7 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
         "eval/num_tasks": float(evaluation.num_tasks),
         "eval/num_faults": float(evaluation.num_faults),
     }
+    return {f"{name}/{panel}": value for name, value in values.items()} if panel else values
 
 
 def evaluation_fields(evaluation: Evaluation) -> dict[str, float | str]:

@@ -22,7 +22,7 @@ from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import format_mean_return, score, shell_command
 from outrider.rollout.episode import Sampling
-from outrider.rollout.evaluate import evaluate, gain_over_start
+from outrider.rollout.evaluate import describe_conditions, evaluate, evaluation_label, gain_over_start
 from outrider.rollout.faults import (
     count_cut,
     cut_line,
@@ -35,7 +35,7 @@ from outrider.rollout.scheduler import Rollouts, Scheduler
 from outrider.trace import Trace
 from outrider.training.checkpoint import checkpoint_step_or_none, checkpoints_newest_first
 from outrider.training.cold_start import imitate_experts
-from outrider.training.components import Components
+from outrider.training.components import Components, EvaluationTasks
 from outrider.training.data import (
     QueuedStep,
     SampledStep,
@@ -174,12 +174,12 @@ class Trainer:
         is_done = state.step >= settings.train.num_steps or self._is_budget_spent()
         # A run without cold start and training steps has only the evaluation at its start.
         trains = state.step or settings.cold_start.num_examples
-        if is_done and (not trains or self._is_evaluated(self._last_label)):
+        if is_done and (not trains or not self._pending_sets(self._last_label)):
             self.progress.note(
                 f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
             )
             return False
-        state.rewind(saved, last_label=self._last_label)
+        state.rewind(saved, last_label=self._last_label, is_done=is_done)
         cluster = settings.cluster
         if cluster.max_staleness and not cluster.in_flight and state.queued is None and state.step:
             self.progress.note(
@@ -336,12 +336,13 @@ class Trainer:
         if parts.remote is not None:
             return parts.remote.rollouts(parts, training=training, on_finished=on_finished)
         temperature = 1.0 if training else settings.evaluation.temperature
+        truncation = {} if training else settings.evaluation.truncation
         return Scheduler(
             engine=parts.engine,
             renderer=parts.renderer,
             factory=parts.factory,
             limits=settings.limits,
-            sampling=Sampling(temperature=temperature, stop=parts.task_set.stop),
+            sampling=Sampling(temperature=temperature, stop=parts.task_set.stop, **truncation),
             run_seed=settings.seed,
             hooks=parts.algorithm.hooks if training else (),
             max_concurrent=settings.num_concurrent,
@@ -433,33 +434,40 @@ class Trainer:
             self._evaluate(label, step=checkpoint_step_or_none(folder))
 
     def _evaluate(self, label: str, *, step: int | None = None, tracker_step: int | None = None) -> None:
-        """Evaluate on the frozen tasks and record the result, unless it is on file already.
+        """Evaluate on every evaluation set and record the results, except those that are on file already.
 
         ``step`` None is that of the run, ``tracker_step`` the step for trackers if it is another one. Raises
-        EnvironmentFault if no rollout has a result.
+        EnvironmentFault if no rollout of a set has a result.
         """
+        step = self.state.step if step is None else step
+        for eval_tasks in self._pending_sets(label):
+            self._evaluate_set(
+                label, eval_tasks, step=step, tracker_step=step if tracker_step is None else tracker_step
+            )
+
+    def _evaluate_set(self, label: str, eval_tasks: EvaluationTasks, *, step: int, tracker_step: int) -> None:
         parts, state, settings = self.parts, self.state, self.parts.settings.evaluation
-        step = state.step if step is None else step
-        if self._is_evaluated(label):
-            return
-        num_rollouts = len(parts.test_tasks) * settings.num_samples
-        self._stage(f"evaluation {label}", num_rollouts, num_parallel=parts.settings.num_concurrent)
+        tasks, panel = eval_tasks.tasks, eval_tasks.name
+        full_label = evaluation_label(label, panel)
+        num_rollouts = len(tasks) * settings.num_samples
+        self._stage(f"evaluation {full_label}", num_rollouts, num_parallel=parts.settings.num_concurrent)
         rollouts = self.rollouts(training=False)
         began = time.monotonic()
         evaluation, traces = evaluate(
-            rollouts, parts.test_tasks, num_samples=settings.num_samples, label=label, step=step
+            rollouts, tasks, num_samples=settings.num_samples, label=label, step=step
         )
         seconds = time.monotonic() - began
         for line in require_room(traces, context_length=parts.engine.context_length):
-            self.progress.note(f"{label}: {line}")
+            self.progress.note(f"{full_label}: {line}")
         lost = lost_reasons(traces)
         if not evaluation.num_tasks:
             raise EnvironmentFault(
-                f"the evaluation {label!r} has no result, every rollout was lost to a fault: "
+                f"the evaluation {full_label!r} has no result, every rollout was lost to a fault: "
                 f"{fault_line(lost)}"
             )
-        values = evaluation_metrics(evaluation) | {"time/evaluation": seconds}
-        if parts.settings.environment.reports_metrics:
+        is_main = panel == parts.eval_sets[0].name
+        values = evaluation_metrics(evaluation, panel="" if is_main else panel) | {"time/evaluation": seconds}
+        if is_main and parts.settings.environment.reports_metrics:
             values |= environment_metrics(traces)
         state.metrics.write(step, "eval", values)
         number = len(self.run.finished_evaluations())
@@ -467,30 +475,44 @@ class Trainer:
         # Last, because it marks the evaluation as done.
         self.run.add_evaluation(
             evaluation,
-            split=settings.split,
+            split=eval_tasks.split,
             temperature=settings.temperature,
-            tasks_hash=hash_tasks(parts.test_tasks),
-            num_training_tasks=parts.num_training_tasks,
+            tasks_hash=(tasks_hash := hash_tasks(tasks)),
+            num_training_tasks=eval_tasks.num_training_tasks,
+            panel=panel,
+            truncation=settings.truncation,
         )
-        tracker_step = step if tracker_step is None else tracker_step
         self.trackers.log(tracker_step, values)
-        self.trackers.log_rollouts(tracker_step, traces, label=label)
+        self.trackers.log_rollouts(tracker_step, traces, label=full_label)
         repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
-        gain = gain_over_start(self.run.finished_evaluations())
+        gain = gain_over_start(
+            [entry for entry in self.run.finished_evaluations() if entry.get("panel", "") == panel]
+        )
+        conditions = describe_conditions(
+            split=eval_tasks.split,
+            panel_hash=tasks_hash,
+            temperature=settings.temperature,
+            num_samples=settings.num_samples,
+            truncation=settings.truncation,
+        )
         self.progress.note(
-            f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
+            f"{full_label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
             f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
-            f"on {evaluation.num_tasks} {kind_of_tasks(len(parts.test_tasks), parts.num_training_tasks)}, "
+            f"on {evaluation.num_tasks} {kind_of_tasks(len(tasks), eval_tasks.num_training_tasks)}, "
             f"{evaluation.num_faults} "
-            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}",
+            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}; "
+            f"{conditions}",
             event="evaluation",
             **evaluation_fields(evaluation),
+            **({"panel": panel} if panel else {}),
         )
 
-    def _is_evaluated(self, label: str) -> bool:
-        return not self.parts.test_tasks or any(
-            evaluation["label"] == label for evaluation in self.run.finished_evaluations()
-        )
+    def _pending_sets(self, label: str) -> list[EvaluationTasks]:
+        """The evaluation sets without a result of this evaluation, in order."""
+        done = {
+            entry.get("panel", "") for entry in self.run.finished_evaluations() if entry["label"] == label
+        }
+        return [entry for entry in self.parts.eval_sets if entry.tasks and entry.name not in done]
 
     @property
     def _last_label(self) -> str:

@@ -69,7 +69,7 @@ def metric_curves(run: Path) -> dict[str, Any]:
         "evaluations": [
             {
                 "number": number,
-                "label": evaluation.label,
+                "label": evaluation.full_label,
                 "step": evaluation.step,
                 "split": evaluation.split,
                 "num_tasks": evaluation.num_tasks,
@@ -459,7 +459,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     """Status, method, task, score with interval, tokens, and the last alarm of a run."""
     data = read_run(run.path)
     status = run.status
-    last = data.evaluations[-1] if data.evaluations else None
+    last = data.main_evaluations[-1] if data.evaluations else None
     score = last.metrics.get("score") if last is not None else None
     alarms = read_alarms(run.path)
     return {

@@ -13,6 +13,7 @@ from outrider.files import replace_file
 from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
 from outrider.printing import score
 from outrider.protocols import Difference, run_difference
+from outrider.rollout.evaluate import describe_conditions
 from outrider.viewer.records import TraceReader
 from outrider.viewer.report_parts import (
     ENTROPY_EDGES,
@@ -56,10 +57,11 @@ def pick_before_after(
     the final policy that of the last evaluation. The result is also empty if the two evaluations used
     different tasks, or if their rollouts are not stored (runs of earlier versions).
     """
-    starts = [number for number, evaluation in enumerate(evaluations) if evaluation.step == 0]
-    if not starts or evaluations[-1].step == 0:
+    main = [number for number, item in enumerate(evaluations) if item.panel == evaluations[0].panel]
+    starts = [number for number in main if evaluations[number].step == 0]
+    if not starts or evaluations[main[-1]].step == 0:
         return ()
-    first, last = evaluations[starts[-1]], evaluations[-1]
+    first, last = evaluations[starts[-1]], evaluations[main[-1]]
     if (first.panel_hash, first.split) != (last.panel_hash, last.split):
         return ()
     gained = (
@@ -70,7 +72,7 @@ def pick_before_after(
     if key is None or not reader.has_evaluation(starts[-1]):
         return ()
     try:
-        sides = [reader.read_evaluation(number) for number in (starts[-1], len(evaluations) - 1)]
+        sides = [reader.read_evaluation(number) for number in (starts[-1], main[-1])]
     except DataError as error:
         notes.append(f"traces: {error}")
         return ()
@@ -102,10 +104,8 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
     """
     is_trial = _has_trials(run)
     charts: list[tuple[Chart, str]] = []
-    for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
-        evaluations = [
-            evaluation for evaluation in run.evaluations if evaluation.split == split and evaluation.metrics
-        ]
+    for name_of_set, group in _evaluation_sets(run):
+        evaluations = [evaluation for evaluation in group if evaluation.metrics]
         name = next((metric for evaluation in evaluations for metric in evaluation.metrics), "")
         scored = [evaluation for evaluation in evaluations if name in evaluation.metrics]
         positions = {} if is_trial else _early_positions(scored)
@@ -128,7 +128,7 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
         }
         x_label = "trial" if is_trial else "step"
         unit = "solved, %" if is_share else f"{name} (no share)"
-        title = f"Evaluation on {split}"
+        title = f"Evaluation on {name_of_set}"
         chart = Chart(
             title=title, x_label=x_label, y_label=unit, series=series, is_share=is_share, x_tick_labels=axis
         )
@@ -191,10 +191,8 @@ def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
     with their details. If a label was evaluated several times, the table has the last result.
     """
     tables: list[dict[str, Any]] = []
-    for split in dict.fromkeys(evaluation.split for evaluation in run.evaluations):
-        last = {
-            evaluation.label: evaluation for evaluation in run.evaluations if evaluation.split == split
-        }  # the chart has all evaluations
+    for name_of_set, group in _evaluation_sets(run):
+        last = {evaluation.label: evaluation for evaluation in group}  # the chart has all evaluations
         columns = list(last.values())
         names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
         rows: list[tuple[str, list[str]]] = []
@@ -215,9 +213,9 @@ def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
         differs = len({evaluation.panel_hash for evaluation in columns}) > 1
         tables.append(
             {
-                "split": split,
+                "split": name_of_set,
                 "played": _describe_conditions(run, columns),
-                "columns": [(evaluation.label, _head(evaluation)) for evaluation in columns],
+                "columns": [(evaluation.label, _head(run, evaluation)) for evaluation in columns],
                 "rows": rows,
                 "warning": "The panels differ: these columns were not measured on the same tasks."
                 if differs
@@ -227,13 +225,27 @@ def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
     return tables
 
 
-def _head(evaluation: Evaluation) -> str:
+def _evaluation_sets(run: RunData) -> list[tuple[str, list[Evaluation]]]:
+    """The evaluations of each split and evaluation set, with its name."""
+    groups: dict[tuple[str, str], list[Evaluation]] = {}
+    for evaluation in run.evaluations:
+        groups.setdefault((evaluation.panel, evaluation.split), []).append(evaluation)
+    return [
+        (f"{panel} (split {split})" if panel else split, group) for (panel, split), group in groups.items()
+    ]
+
+
+def _head(run: RunData, evaluation: Evaluation) -> str:
     """Column header: the tasks of an evaluation, and its faulted rollouts, which no metric includes."""
-    faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
-    return (
-        f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, temperature "
-        f"{evaluation.temperature:g}, panel {evaluation.panel_hash[:12]}"
+    conditions = describe_conditions(
+        split=evaluation.split,
+        panel_hash=evaluation.panel_hash,
+        temperature=evaluation.temperature,
+        num_samples=run.config.get("evaluation.num_samples", "1"),
+        truncation=evaluation.truncation,
     )
+    faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
+    return f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, {conditions}"
 
 
 # The report of a run: one self-contained HTML file without scripts and network access.

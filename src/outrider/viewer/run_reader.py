@@ -21,6 +21,7 @@ from typing import Any, Final
 from outrider.errors import DataError
 from outrider.files import parsed, readable, whole_lines
 from outrider.printing import is_graded
+from outrider.rollout.evaluate import evaluation_label
 from outrider.types import Json
 from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks, is_alarm
 
@@ -152,7 +153,8 @@ class Evaluation:
     ``task_returns`` are empty where they are not on file.
 
     ``num_faults`` are rollouts that ended in a fault and are in no score; ``num_training_tasks`` of the tasks
-    are training tasks.
+    are training tasks. ``panel`` is the name of the evaluation set, or "" if the run has only one.
+    ``top_p`` and ``top_k`` are those of sampling, or None.
     """
 
     label: str
@@ -167,6 +169,20 @@ class Evaluation:
     task_scores: Mapping[str, float] = field(default_factory=dict)
     task_returns: Mapping[str, float] = field(default_factory=dict)
     mean_return: float | None = None
+    panel: str = ""
+    top_p: float | None = None
+    top_k: float | None = None
+
+    @property
+    def full_label(self) -> str:
+        """The label with the name of the evaluation set, if it has one."""
+        return evaluation_label(self.label, self.panel)
+
+    @property
+    def truncation(self) -> dict[str, float]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        values = {"top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def score(self) -> float:
@@ -174,9 +190,9 @@ class Evaluation:
         return self.metrics["score"].value
 
     @property
-    def conditions(self) -> tuple[str, float, str]:
-        """Split, temperature and panel: only scores with the same ones can be compared."""
-        return self.split, self.temperature, self.panel_hash
+    def conditions(self) -> tuple[str, float, str, float | None, float | None]:
+        """Split, temperature, panel, top-p and top-k: only scores with the same ones can be compared."""
+        return self.split, self.temperature, self.panel_hash, self.top_p, self.top_k
 
     @property
     def graded_return(self) -> float | None:
@@ -198,6 +214,12 @@ class RunData:
     records: tuple[Mapping[str, Json], ...]
     evaluations: tuple[Evaluation, ...]
     notes: tuple[str, ...]
+
+    @property
+    def main_evaluations(self) -> tuple[Evaluation, ...]:
+        """The evaluations on the main evaluation set, which is always evaluated first."""
+        first = self.evaluations[0].panel if self.evaluations else ""
+        return tuple(evaluation for evaluation in self.evaluations if evaluation.panel == first)
 
     @property
     def evaluates_training_tasks(self) -> bool:
@@ -374,6 +396,9 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
             task_scores=_task_values(line, "task_scores"),
             task_returns=_task_values(line, "task_returns"),
             mean_return=finite(line.get("mean_return")),
+            panel=str(line.get("panel", "")),
+            top_p=finite(line.get("top_p")),
+            top_k=finite(line.get("top_k")),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         notes.append(f"evaluations.jsonl: an evaluation was left out ({type(error).__name__}: {error})")

@@ -46,7 +46,7 @@ def one_line_summary(run: Path) -> str:
     data = read_run(run)
     method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
     parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
-    scored = [evaluation for evaluation in data.evaluations if evaluation.metrics]
+    scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
     if scored:
         parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
     return ", ".join(parts)
@@ -62,12 +62,13 @@ def _score_lines(data: RunData) -> Iterator[str]:
     if not scored:
         yield "no evaluation was recorded"
         return
-    width = max(len(evaluation.label) for evaluation in scored)
+    width = max(len(evaluation.full_label) for evaluation in scored)
     for evaluation in scored:
-        yield f"{evaluation.label:<{min(width, 24)}}  {_score(evaluation)}"
+        yield f"{evaluation.full_label:<{min(width, 24)}}  {_score(evaluation)}"
         if (graded := evaluation.graded_return) is not None:
-            yield f"{evaluation.label:<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
-    if (gain := gain_over_start([asdict(evaluation) for evaluation in scored])) is not None:
+            yield f"{evaluation.full_label:<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
+    main = [asdict(evaluation) for evaluation in scored if evaluation in data.main_evaluations]
+    if main and (gain := gain_over_start(main)) is not None:
         gained, _, over = str(gain).partition(" over ")
         yield gained
         yield f"over {over}"

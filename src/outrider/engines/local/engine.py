@@ -21,7 +21,7 @@ from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, S
 from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
 from outrider.engines.local.decode_graphs import DecodeGraphs
 from outrider.engines.local.model import LanguageModel, declared_context
-from outrider.engines.local.sampling import StopStrings, request_stream, sample
+from outrider.engines.local.sampling import Cut, StopStrings, request_stream, sample
 from outrider.engines.local.unpacked import Unpacked, cached_logits, compute_logits
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
@@ -384,7 +384,9 @@ class LocalEngine(_Engine):
             temperatures, streams = zip(
                 *((row.request.temperature, row.stream) for row in active), strict=True
             )
-            chosen, logprobs, entropies = sample(torch.cat(logits), temperatures, streams)
+            chosen, logprobs, entropies = sample(
+                torch.cat(logits), temperatures, streams, **_cuts([row.request for row in active])
+            )
             for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
                 self._append_token(row, token, logprob, entropy)
             if self._on_tokens is not None:
@@ -503,7 +505,9 @@ class UnpackedEngine(_Engine):
             if row.ids:
                 self._advance(context, (*context.ids, row.ids[-1]))
             assert context.logits is not None
-            chosen, logprobs, entropies = sample(context.logits, [row.request.temperature], [row.stream])
+            chosen, logprobs, entropies = sample(
+                context.logits, [row.request.temperature], [row.stream], **_cuts([row.request])
+            )
             self._append_token(row, chosen[0], logprobs[0], entropies[0])
             if self._on_tokens is not None:
                 self._on_tokens(1)
@@ -581,3 +585,9 @@ def describe_path(language_model: LanguageModel, name: str) -> str:
     if unused := language_model.unused:
         line += f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}"
     return line
+
+
+def _cuts(requests: Sequence[Request]) -> dict[str, list[Cut]]:
+    """The argument ``cuts`` of :func:`sample`, if a request has one."""
+    cuts = [(request.top_k, request.top_p) for request in requests]
+    return {"cuts": cuts} if any(request.top_k or request.top_p for request in requests) else {}

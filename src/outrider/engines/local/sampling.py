@@ -5,6 +5,7 @@ Shape letters: B rows, V vocabulary, K blocks of the vocabulary, L ids of a bloc
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ _PART = "\ufffd"  # decoders write this for an incomplete character
 _ROWS = 16  # rows at a time, whose float32 values (3 MB at 49,152 entries) stay in the processor's cache
 # consecutive ids; 49,152 entries need 192 + 256 draws per token instead of 49,152
 _BLOCK = 256
+Cut: TypeAlias = tuple[int | None, float | None]
+"""Top-k and top-p of a row; None: all ids."""
+_NO_CUT: Final[Cut] = (None, None)
 _LEAST = 2.0**-54  # an exponential draw is 0 once in 2**53, and is used as a divisor
 
 
@@ -26,7 +30,10 @@ def request_stream(seed: int) -> np.random.Generator:
 
 
 def sample(
-    logits_BV: Tensor, temperatures: Sequence[float], streams: Sequence[np.random.Generator]
+    logits_BV: Tensor,
+    temperatures: Sequence[float],
+    streams: Sequence[np.random.Generator],
+    cuts: Sequence[Cut] = (),
 ) -> tuple[list[int], list[float], list[float]]:
     """Sample one token per row: ids, log-probs at the row's temperature (1 if greedy), entropies in nats at
     temperature 1.
@@ -38,6 +45,8 @@ def sample(
     a token with a probability of their own order. Sampling from the cumulated distribution would have a
     border at every id (``benchmarks/sampling.py``). Everything is computed in float32 over the whole
     vocabulary.
+
+    ``cuts``, one per row, limit the ids that can be sampled; log-probs and entropies do not depend on them.
     """
     scale_B1 = torch.tensor([t if t > 0 else 1.0 for t in temperatures], device=logits_BV.device)[:, None]
     draws_BN = exponentials(streams, logits_BV.shape[-1]).to(logits_BV.device)
@@ -51,6 +60,7 @@ def sample(
             draws,
             greedy[i * size : (i + 1) * size],
             plain=all(t in (0, 1) for t in temperatures),
+            cuts=cuts[i * size : (i + 1) * size],
         )
         for i, (logits, scale, draws) in enumerate(parts)
     ]
@@ -79,6 +89,7 @@ def _sample(
     greedy: Sequence[bool],
     *,
     plain: bool,
+    cuts: Sequence[Cut],
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits_BV = logits_BV.float()
     logprobs_BV = torch.log_softmax(logits_BV, dim=-1)
@@ -88,10 +99,26 @@ def _sample(
     if not plain:
         scaled_BV = logits_BV / scale_B1
         logprobs_BV, probs_BV = torch.log_softmax(scaled_BV, dim=-1), torch.softmax(scaled_BV, dim=-1)
+    if any(cut != _NO_CUT for cut in cuts):
+        probs_BV = torch.stack(
+            [_truncate(probs_V, *cut) for probs_V, cut in zip(probs_BV, cuts, strict=True)]
+        )
     chosen = _race(probs_BV, draws_BN)
     if any(greedy):
         chosen = torch.where(torch.tensor(greedy, device=chosen.device), logprobs_BV.argmax(dim=-1), chosen)
     return chosen, logprobs_BV.gather(1, chosen[:, None])[:, 0], entropies
+
+
+def _truncate(probs_V: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """Set all but the ``top_k`` likeliest ids to 0, and then all but the fewest likeliest ids whose share of
+    the rest is at least ``top_p``. Equal probabilities are in the order of the ids.
+    """
+    ordered, ids = probs_V.sort(descending=True, stable=True)
+    num = len(ids) if top_k is None else min(top_k, len(ids))
+    if top_p is not None:
+        shares = ordered[:num].double().cumsum(0) / ordered[:num].double().sum()
+        num = min(num, int((shares < top_p).sum()) + 1)
+    return torch.zeros_like(probs_V).scatter(0, ids[:num], ordered[:num])
 
 
 def _race(probs_BV: Tensor, draws_BN: Tensor) -> Tensor:

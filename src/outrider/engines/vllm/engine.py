@@ -45,8 +45,10 @@ class Requests:
 
     def sampling(self, request: Request) -> dict[str, Any]:
         """Return the arguments of vLLM's ``SamplingParams``."""
+        truncation = {"top_p": request.top_p, "top_k": request.top_k}
         return {
             "temperature": request.temperature,
+            **{name: value for name, value in truncation.items() if value is not None},
             "max_tokens": min(request.max_tokens, self.context_length - len(request.token_ids)),
             "seed": request.seed % 2**63,
             "stop": [*self.eos_texts, *request.stop],
@@ -70,7 +72,8 @@ class Requests:
         if output.logprobs is None or len(output.logprobs) < len(ids):
             raise EngineFault(f"vLLM gave {len(output.logprobs or ())} log-probs for {len(ids)} tokens")
         rows = [
-            {token: float(entry.logprob) for token, entry in row.items()}
+            # of a token that top_p or top_k excludes, the log-prob is minus infinity
+            {token: float(entry.logprob) for token, entry in row.items() if entry.logprob > -math.inf}
             for row in output.logprobs[: len(ids)]
         ]
         return Generation(

@@ -164,7 +164,7 @@ class FactbookEnvironment(ToolEnvironment):
         steps = [
             Step(
                 text=f"{self._thought(thought)}<search>{query}</search>",
-                observation=render_result(run(query).text),
+                observation=render_result(run(query).text, self.settings.result_tag),
             )
             for thought, query in zip(thoughts, queries, strict=True)
         ]

@@ -127,7 +127,7 @@ class ReasoningGymConfig(EpisodeConfig):
         for dataset in self.datasets:
             if dataset.name in _REFUSED:
                 raise ValueError(f"the data set {dataset.name} is not supported: {_REFUSED[dataset.name]}")
-        validate_tools(self.tools)
+        validate_tools(self.tools, self.result_tag)
         if not self.tools and self.protocol != "tags":
             raise ValueError("a native protocol needs tools; without tools the answer is between tags")
         if self.reward.answer == "judge":
@@ -148,7 +148,7 @@ class ReasoningGymConfig(EpisodeConfig):
         return bool(self.tools)
 
     def tool_names(self) -> tuple[str, ...]:
-        return tool_tags(self.tools)
+        return tool_tags(self.tools, self.result_tag)
 
     def waiting_s(self, num_concurrent: int) -> float:
         """Answers are verified one at a time, and the Python tool runs a limited number of calls."""
@@ -325,7 +325,7 @@ def system_prompt(config: ReasoningGymConfig) -> str:
     ]
     if config.tools:
         lines.append(
-            "What a tool returns appears between <result> and </result>; never write that yourself. "
-            f"You have {config.max_calls} calls."
+            f"What a tool returns appears between <{config.result_tag}> and </{config.result_tag}>; never "
+            f"write that yourself. You have {config.max_calls} calls."
         )
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.rewards import (
     ANSWER,
+    RESULT,
     Answer,
     Call,
     Judged,
@@ -85,7 +86,23 @@ class EpisodeConfig(EnvironmentSettings):
     """Answers that an episode may give: a wrong one is reported, and another may follow. The score is that of
     the turns after the last wrong answer that was reported.
     """
+    result_tag: str = RESULT
+    """Tag around the results of tools with ``protocol = "tags"``: ``<result>``, or with Search-R1's prompts
+    ``information``. The policy must not write it.
+    """
     reward: RewardConfig = RewardConfig()
+
+    @model_validator(mode="after")
+    def _distinct_tags(self) -> "EpisodeConfig":
+        taken = set(_RESERVED) - {RESULT}
+        if self.result_tag in taken or not _TAG.fullmatch(self.result_tag):
+            raise ValueError(
+                f"result_tag = {self.result_tag!r} is no tag of its own: lower-case letters, digits "
+                f"and _, and none of {', '.join(sorted(taken))}"
+            )
+        if self.call_format is not None and self.result_tag != RESULT:
+            raise ValueError('result_tag is for protocol = "tags": native results are messages of their own')
+        return self
 
     @model_validator(mode="after")
     def _verifiable(self) -> "EpisodeConfig":
@@ -148,18 +165,18 @@ class SearchSettings(EpisodeConfig, WindowedSettings):
 ToolName: TypeAlias = Annotated[str | Settings, Entry("tools")]
 """A tool by name, with its default settings, or a table with its ``type`` and settings."""
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
-_RESERVED = ("think", "result", "retrieve", ANSWER)
+_RESERVED = ("think", RESULT, "retrieve", ANSWER)
 
 
-def validate_tools(tools: Sequence[ToolName]) -> None:
+def validate_tools(tools: Sequence[ToolName], result_tag: str = RESULT) -> None:
     """Raises ValueError for a tag name that occurs twice or is no tag, as far as that is known without asking
     a server.
     """
     plain = [entry for entry in tools if not issubclass(_tool_class(entry), ToolGroup)]
-    _require_tags(tuple(name for entry in plain for name in _lines(entry)))
+    _require_tags(tuple(name for entry in plain for name in _lines(entry)), result_tag)
 
 
-def tool_tags(tools: Sequence[ToolName]) -> tuple[str, ...]:
+def tool_tags(tools: Sequence[ToolName], result_tag: str = RESULT) -> tuple[str, ...]:
     """Tag names in the recipe's order, including those that servers report.
 
     Raises ConfigError for a name that occurs twice or is no tag, and ToolUnavailable if a server does not
@@ -170,20 +187,21 @@ def tool_tags(tools: Sequence[ToolName]) -> tuple[str, ...]:
         for entry in tools:
             cls = _tool_class(entry)
             names += cls.names(_settings(entry)) if issubclass(cls, ToolGroup) else _lines(entry)
-        _require_tags(names)
+        _require_tags(names, result_tag)
     except ValueError as error:
         raise ConfigError(f"environment.tools: {error}") from error
     return tuple(names)
 
 
-def _require_tags(names: Sequence[str]) -> None:
+def _require_tags(names: Sequence[str], result_tag: str) -> None:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"tools must name at least one tool, each once: {twice!r} is there twice")
-    if wrong := [name for name in names if not _TAG.fullmatch(name) or name in _RESERVED]:
+    reserved = tuple(dict.fromkeys((*_RESERVED, result_tag)))
+    if wrong := [name for name in names if not _TAG.fullmatch(name) or name in reserved]:
         raise ValueError(
             f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, "
-            f"and none of {', '.join(_RESERVED)}"
+            f"and none of {', '.join(reserved)}"
         )
 
 
@@ -301,7 +319,7 @@ class ToolsConfig(SearchSettings):
             raise ValueError(
                 'tools must name at least one tool, each once; without tools, set protocol = "hermes"'
             )
-        validate_tools(self.tools)
+        validate_tools(self.tools, self.result_tag)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         names = [name for tool in self.tools for name in _lines(tool)]
@@ -323,7 +341,7 @@ class ToolsConfig(SearchSettings):
 
     def tool_names(self) -> tuple[str, ...]:
         """Tag names, in the recipe's order."""
-        return tool_tags(self.tools)
+        return tool_tags(self.tools, self.result_tag)
 
     def waiting_s(self, num_concurrent: int) -> float:
         """The Python tool runs a limited number of calls at a time; other tools report their own time."""
@@ -567,7 +585,7 @@ class ToolEnvironment(Environment):
         invalid: bool = False,
         refused: bool = False,
     ) -> StepResult:
-        content = render_result(output)
+        content = render_result(output, self.settings.result_tag)
         self._turns.append(Turn(text=text, executed_tool=executed, result=content))
         tools = () if executed is None else (executed,)
         observation = Message(role="inline", content=content)
@@ -689,7 +707,14 @@ class ToolEnvironment(Environment):
         task, judge = self.task, self.shared.judge
         judged: Judged | None = None if judge is None else lambda prediction: judge(task, prediction)
         if self.settings.call_format is None:
-            return score_turns(turns, task.answers, self.shared.tools.names, reward, judged=judged)
+            return score_turns(
+                turns,
+                task.answers,
+                self.shared.tools.names,
+                reward,
+                judged=judged,
+                result_tag=self.settings.result_tag,
+            )
         answers = turns and not turns[-1].num_calls and not turns[-1].problems
         return score_answer(
             final_answer(turns[-1].content) if answers else "",
@@ -770,8 +795,8 @@ def system_prompt(config: ToolsConfig) -> str:
         "Solve the question step by step. Put your thoughts in <think> and </think> before each action.",
         *usages(config.tools),
         (
-            "What a tool returns appears between <result> and </result>; never write that yourself. "
-            f"You have {config.max_calls} calls."
+            f"What a tool returns appears between <{config.result_tag}> and </{config.result_tag}>; never "
+            f"write that yourself. You have {config.max_calls} calls."
         ),
         f"End with <answer>{box}</answer>, which holds the final answer and nothing else.",
     ]

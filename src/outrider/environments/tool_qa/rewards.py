@@ -50,6 +50,7 @@ from outrider.types import Message, Task
 
 
 ANSWER = "answer"
+RESULT = "result"
 _LOOK_ALIKE = re.compile(r"<(?=[/|\uff5c]?[A-Za-z_][\w|\uff5c\u2581.-]*\s*>|[|\uff5c])")
 
 
@@ -127,13 +128,18 @@ def neutralise(text: str) -> str:
     return _LOOK_ALIKE.sub("&lt;", text)
 
 
-def render_result(text: str) -> str:
-    """The one form in which a result continues the message."""
-    return f"\n<result>\n{neutralise(text).strip()}\n</result>\n"
+def render_result(text: str, tag: str = RESULT) -> str:
+    """The one form in which a result continues the message. ``tag`` is ``environment.result_tag``."""
+    return f"\n<{tag}>\n{neutralise(text).strip()}\n</{tag}>\n"
 
 
 def format_fault(
-    turns: Sequence[Turn], tools: Sequence[str], *, require_think: bool, require_boxed: bool
+    turns: Sequence[Turn],
+    tools: Sequence[str],
+    *,
+    require_think: bool,
+    require_boxed: bool,
+    result_tag: str = RESULT,
 ) -> str | None:
     """Why the episode's format is bad, or None when it is good (ARPO eq. 8).
 
@@ -144,7 +150,7 @@ def format_fault(
     text = "".join(turn.text for turn in turns)
     if (fault := _think_fault(text, required=require_think)) is not None:
         return fault
-    if re.search(r"</?(?:result|retrieve)>", text):
+    if re.search(rf"</?(?:{RESULT}|{re.escape(result_tag)}|retrieve)>", text):
         return "the policy wrote a result tag"
     for tool in tools:
         if not _is_alternating(text, tool):
@@ -628,13 +634,18 @@ def score_turns(
     config: RewardConfig,
     *,
     judged: Judged | None = None,
+    result_tag: str = RESULT,
 ) -> Score:
     """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use."""
     fault = (
         "no turn"
         if not turns
         else format_fault(
-            turns, tools, require_think=config.require_think, require_boxed=config.require_boxed
+            turns,
+            tools,
+            require_think=config.require_think,
+            require_boxed=config.require_boxed,
+            result_tag=result_tag,
         )
     )
     prediction = _prediction(turns, tools)
