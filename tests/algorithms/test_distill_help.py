@@ -327,6 +327,14 @@ def test_a_line_of_a_file_that_cannot_be_used_is_named(tmp_path: Path, line: str
         read_help_file(path)
 
 
+def test_an_unknown_key_of_a_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    """A misspelt or unsupported key would be help that is not wholly read."""
+    path = tmp_path / "help.jsonl"
+    path.write_text('{"task": "a", "text": "x"}\n{"task": "b", "text": "y", "more_text": "z"}\n')
+    with pytest.raises(DataError, match=r"line 2 of help\.jsonl has the unknown key 'more_text'"):
+        read_help_file(path)
+
+
 def test_a_file_without_lines_or_that_is_missing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "help.jsonl").write_text("\n")
     with pytest.raises(DataError, match="has no lines"):
@@ -466,6 +474,20 @@ def test_a_file_without_text_or_with_too_much_is_reported() -> None:
         file_lines(hook_for({}), tasks(1))
         == []
         == file_lines(hook_for({"help": "sibling"}, texts=()), tasks(9))
+    )
+
+
+def test_texts_that_no_training_task_reads_are_reported() -> None:
+    texts = [
+        FileText(text="one", task="task 0", match={}),
+        FileText(text="two", task="a task of another file", match={}),
+        FileText(text="three", task=None, match={"room": "hall"}),
+    ]
+    hook = HelpHook(distill(), count_tokens=len, texts=texts)
+    [line] = file_lines(hook, [Task(key="task 0", question="?")])
+    assert line.endswith(": 2 of 3 texts are for none of the training tasks")
+    assert file_lines(hook, [Task(key="task 0", question="?", metadata={"room": "hall"})])[0].endswith(
+        ": 1 of 3 texts are for none of the training tasks"
     )
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.base import StepResult
+from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EnvironmentFault
-from outrider.rollout.evaluate import Evaluation, evaluate, interval
+from outrider.rollout.evaluate import Evaluation, averages_over_sets, evaluate, interval
 from outrider.types import Task
-from tests.rollout.fakes import Factory, Fake, scheduler, scripted, tasks
+from tests.rollout.fakes import END, Factory, Fake, say, scheduler, scripted, tasks
 
 Z = 1.959963984540054
 
@@ -79,3 +79,42 @@ def test_nothing_but_faults_has_no_score() -> None:
         and math.isnan(found.ci_low)
         and (found.num_tasks, found.num_faults) == (0, 10)
     )
+
+
+class Graded(Fake):
+    """Task n has n + 1 turns and pays n / 8; only long episodes succeed."""
+
+    def result(self) -> EpisodeResult:
+        number = int(self.question)
+        return EpisodeResult(episode_return=number / 8, success=number >= 4)
+
+
+@pytest.mark.parametrize("max_concurrent", [1, 3, 5, 64])
+def test_scores_are_means_over_tasks_for_any_lengths_and_batches(max_concurrent: int) -> None:
+    """Seven episodes of one to seven turns in batches of unequal size: a mean over turns would be 18/28, and
+    a mean of the means of batches another one.
+    """
+
+    def make(task: Task, number: int) -> Fake:
+        last = int(task.key.removeprefix("task "))
+        return Graded(on_step=lambda step, text: END if step == last else say(" more"), question=str(last))
+
+    played_by = scheduler(
+        scripted(lambda request, text: "yes."), Factory(make), max_concurrent=max_concurrent
+    )
+    found, traces = evaluate(played_by, tasks(7), num_samples=2, label="x", step=0)
+    assert found.score == pytest.approx(3 / 7, abs=1e-15)
+    assert found.mean_return == pytest.approx(21 / 8 / 7, abs=1e-15)
+    assert found.task_scores == {f"task {n}": float(n >= 4) for n in range(7)}
+    assert [len(list(trace.rollouts())) for trace in traces] == [2] * 7
+    assert (found.num_tasks, found.num_faults) == (7, 0)
+
+
+def test_sets_of_unequal_size_are_weighted_as_named() -> None:
+    lines = [
+        {"num_tasks": num, "metric": {"score": {"value": value}}}
+        for num, value in ((100, 0.5), (10, 0.8), (1, 0.0))
+    ]
+    averages = averages_over_sets(lines)
+    assert averages["macro"] == pytest.approx((0.5 + 0.8 + 0.0) / 3)
+    assert averages["micro"] == pytest.approx((50 + 8 + 0) / 111)

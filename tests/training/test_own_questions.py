@@ -99,6 +99,10 @@ def test_a_cold_start_imitates_a_file_of_trajectories(
     assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
     output = capsys.readouterr().out
     assert "cold start: 3 of 4 expert rollouts solved their task" in output
+    # its record claims the reward of a right answer
+    claims = [line for line in output.splitlines() if "replay to another return" in line]
+    assert len(claims) == 1 and "cold start: 1 of 4 demonstrations" in claims[0]
+    assert "(tasks-1: 1 claimed, 0 replayed)" in claims[0]
     assert "cold start: expert rollouts: start, 4 to do" in output
     assert "cold start: fine-tuned, optimizer steps: 2, loss " in output
     # Not "evaluate after", and not "evaluate of FOLDER"

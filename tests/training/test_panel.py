@@ -79,3 +79,21 @@ def test_a_refused_run_leaves_nothing_and_the_one_on_file_is_taken(
         )
         == 0
     )
+
+
+def test_several_sets_are_averaged_by_set_and_by_task(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recipe.parent / "sets"
+    sets = (
+        '[{name = "small", split = "test", num_tasks = 1}, {name = "large", split = "train", num_tasks = 4}]'
+    )
+    command = ["eval", str(recipe), "--run", str(run), "--progress", "plain", f"evaluation.panels={sets}"]
+    assert main(command) == 0
+    lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [(line["panel"], line["num_tasks"]) for line in lines] == [("small", 1), ("large", 4)]
+    printed = capsys.readouterr()
+    [note] = [line for line in (printed.out + printed.err).splitlines() if "(macro)" in line]
+    scores = [line["metric"]["score"]["value"] for line in lines]
+    assert f"{100 * sum(scores) / 2:.1f} % is the mean of 2 sets (macro)" in note
+    assert f"{100 * (scores[0] + 4 * scores[1]) / 5:.1f} % the mean over their 5 tasks (micro)" in note

@@ -87,7 +87,7 @@ class FileText:
 def read_help_file(path: Path) -> list[FileText]:
     """Read JSON lines with ``text`` and either ``task``, a task key, or ``match``, values of its metadata.
 
-    Raises DataError for a file that cannot be read, and for a line without these keys.
+    Raises DataError for a file that cannot be read, and for a line without these keys or with others.
     """
     try:
         lines = [line for line in readable(path) if line[1] != {}]
@@ -102,6 +102,11 @@ def read_help_file(path: Path) -> list[FileText]:
             raise DataError(
                 f'algorithm.distill.path: line {number} of {path.name} needs a "text" and either "task", '
                 'a task key, or "match", values of the metadata of tasks'
+            )
+        if unknown := sorted(entry.keys() - {"text", "task", "match"}):
+            raise DataError(
+                f"algorithm.distill.path: line {number} of {path.name} has the unknown key "
+                f"{unknown[0]!r}, which would not be read: remove it"
             )
         texts.append(FileText(text=text.strip(), task=task if is_task else None, match=match or {}))
     if not texts:
@@ -484,7 +489,9 @@ def find_help_hook(algorithm: Algorithm) -> HelpHook | None:
 
 
 def file_lines(hook: HelpHook, tasks: Sequence[Task]) -> list[str]:
-    """Return warnings about a file of help: tasks without text, and text that is too long for most tasks."""
+    """Return warnings about a file of help: tasks without text, text for no task, and text that is too long
+    for most tasks.
+    """
     if not hook.texts or not tasks:
         return []
     path, limit = Path(hook.settings.path or "").name, hook.settings.max_help_tokens
@@ -494,6 +501,13 @@ def file_lines(hook: HelpHook, tasks: Sequence[Task]) -> list[str]:
     lines = []
     if num_missing:
         lines.append(f"{path} has no help for {num_missing} of the {len(tasks)} training tasks")
+    keys = {task.key for task in tasks}
+    num_unused = sum(
+        text.task not in keys if text.task is not None else not any(map(text.is_for, tasks))
+        for text in hook.texts
+    )
+    if num_unused:
+        lines.append(f"{path}: {num_unused} of {len(hook.texts)} texts are for none of the training tasks")
     if num_long * 2 > len(tasks):
         lines.append(
             f"{path} has more than algorithm.distill.max_help_tokens = {limit} tokens for {num_long} of the "

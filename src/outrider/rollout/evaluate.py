@@ -115,6 +115,16 @@ def evaluation_label(label: str, panel: str) -> str:
     return f"{label}, {panel}" if panel else label
 
 
+def averages_over_sets(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Combine the lines of ``evaluations.jsonl`` of several sets: ``macro`` is the mean of their scores,
+    ``micro`` the mean over all of their scored tasks.
+    """
+    scores = [entry["metric"]["score"]["value"] for entry in evaluations]
+    nums = [entry["num_tasks"] for entry in evaluations]
+    weighted = [value * num for value, num in zip(scores, nums, strict=True)]
+    return {"macro": fmean(scores), "micro": math.fsum(weighted) / sum(nums)}
+
+
 def describe_conditions(
     *,
     split: str,

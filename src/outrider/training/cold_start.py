@@ -121,6 +121,7 @@ def _step(
 # rollouts that solved their tasks.
 
 
+_MAX_LISTED: Final = 3  # demonstrations with another return in a note
 _STEP: Final = 0  # the training step whose initial states the experts get
 
 
@@ -216,6 +217,8 @@ def imitate_experts(
         training_step=_STEP,
         on_finished=lambda done, total: on_done(done),
     )
+    for line in contradicted_claims(parts, traces):
+        note(f"cold start: {line}")
     traces = replay_with_tips(parts, traces, lambda task: steps[task.key])
     on_rollouts(traces)
     for line in require_room(traces, context_length=parts.engine.context_length):
@@ -250,13 +253,36 @@ def imitate_experts(
     parts.engine.load(parts.engine.weight_version + 1)
 
 
+def contradicted_claims(parts: Components, traces: Sequence[Trace]) -> list[str]:
+    """Describe the demonstrations of a file whose replayed return is not the reward that the file claims."""
+    if parts.demonstrations is None:
+        return []
+    different = [
+        f"{trace.task.key}: {claimed:g} claimed, {leaf.episode_return:g} replayed"
+        for trace in traces
+        for leaf in trace.leaves.values()
+        if leaf.episode_return is not None
+        and not math.isclose(
+            claimed := parts.demonstrations[trace.task.key].reward, leaf.episode_return, abs_tol=1e-6
+        )
+    ]
+    if not different:
+        return []
+    listed = "; ".join(different[:_MAX_LISTED]) + ("; ..." if len(different) > _MAX_LISTED else "")
+    return [
+        f"{len(different)} of {len(traces)} demonstrations replay to another return than their file claims "
+        f"({listed}); only those that solve their task here are imitated"
+    ]
+
+
 def _expert_paths(
     parts: Components, *, stage: Callable[[str, int], None], on_done: Callable[[int], None]
 ) -> tuple[Sequence[Task], Mapping[str, Sequence[Step] | None], list[str]]:
     """Return the tasks of the cold start, the experts' steps by task key, and reasons of failed experts."""
     size, demonstrations = parts.settings.cold_start.num_examples, parts.demonstrations
     if demonstrations is not None:
-        return [task for task in parts.train_tasks if demonstrations.get(task.key)][:size], demonstrations, []
+        steps_by_key = {key: trajectory.steps for key, trajectory in demonstrations.items()}
+        return [task for task in parts.train_tasks if steps_by_key.get(task.key)][:size], steps_by_key, []
     tasks = parts.train_tasks[:size]
     stage("cold start: expert paths", len(tasks))
     steps, reasons = request_expert_paths(

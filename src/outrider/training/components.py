@@ -11,7 +11,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.hooks import RolloutStatus
 from outrider.tokens import ChatRenderer
 from outrider.training.settings import RunSettings
-from outrider.types import Step, Task
+from outrider.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from outrider.distributed.actors import RemoteProcesses
@@ -46,7 +46,7 @@ class Components:
     algorithm: Algorithm
     remote: "RemoteProcesses | None" = None
     # for the cold start, by task key; None: from experts
-    demonstrations: Mapping[str, Sequence[Step] | None] | None = None
+    demonstrations: Mapping[str, Trajectory] | None = None
     num_training_tasks: int = 0  # among the evaluation tasks
     other_sets: Sequence[EvaluationTasks] = ()  # evaluation sets after the main one
     rollout_status: RolloutStatus = field(default_factory=RolloutStatus)

@@ -223,8 +223,15 @@ def fill_buffer(
 def read_demonstrations(
     file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
 ) -> dict[str, Sequence[Step] | None]:
-    """Return the steps by task key of the trajectory with the highest reward in a file (of equal ones, the
-    first).
+    """Return the steps of :func:`read_trajectories` by task key. Raises the same errors."""
+    trajectories = read_trajectories(file, tasks, environment)
+    return {key: trajectory.steps for key, trajectory in trajectories.items()}
+
+
+def read_trajectories(
+    file: str, tasks: Sequence[Task], environment: EnvironmentSettings | None = None
+) -> dict[str, Trajectory]:
+    """Return by task key the trajectory with the highest reward in a file (of equal ones, the first).
 
     A record belongs to the task of its ``task_key`` or, without a key, to the task with its question. Raises
     DataError for a file that cannot be used or has nothing for ``tasks``, and for demonstrations whose calls
@@ -254,7 +261,7 @@ def read_demonstrations(
         _LOG.warning("%s: left out of the chats: %s", file, dropped)
     if environment is not None:
         _check_calls(file, [best[key] for key in sorted(keys & best.keys())], environment)
-    return {key: trajectory.steps for key, trajectory in best.items()}
+    return best
 
 
 def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: EnvironmentSettings) -> None:

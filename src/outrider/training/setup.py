@@ -54,7 +54,7 @@ from outrider.training.data import (
     task_notes,
     training_tasks,
 )
-from outrider.training.experts import fill_buffer, read_demonstrations
+from outrider.training.experts import fill_buffer, read_demonstrations, read_trajectories
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
 from outrider.training.resume import note_start, require_continuable
@@ -257,7 +257,7 @@ def build(
     lines += other_lines
     demonstrations = None  # use experts
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None and not resumed:
-        demonstrations = read_demonstrations(
+        demonstrations = read_trajectories(
             settings.cold_start.demonstrations, train_tasks, settings.environment
         )
     for line in lines:

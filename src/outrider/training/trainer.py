@@ -22,7 +22,13 @@ from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import format_mean_return, score, shell_command
 from outrider.rollout.episode import Sampling
-from outrider.rollout.evaluate import describe_conditions, evaluate, evaluation_label, gain_over_start
+from outrider.rollout.evaluate import (
+    averages_over_sets,
+    describe_conditions,
+    evaluate,
+    evaluation_label,
+    gain_over_start,
+)
 from outrider.rollout.faults import (
     count_cut,
     cut_line,
@@ -440,9 +446,17 @@ class Trainer:
         EnvironmentFault if no rollout of a set has a result.
         """
         step = self.state.step if step is None else step
-        for eval_tasks in self._pending_sets(label):
+        for eval_tasks in (pending := self._pending_sets(label)):
             self._evaluate_set(
                 label, eval_tasks, step=step, tracker_step=step if tracker_step is None else tracker_step
+            )
+        finished = [entry for entry in self.run.finished_evaluations() if entry["label"] == label]
+        if pending and len(finished) > 1:
+            averages = averages_over_sets(finished)
+            num_tasks = sum(entry["num_tasks"] for entry in finished)
+            self.progress.note(
+                f"{label}, all sets: {score(averages['macro'])} is the mean of {len(finished)} sets (macro), "
+                f"{score(averages['micro'])} the mean over their {num_tasks} tasks (micro)"
             )
 
     def _evaluate_set(self, label: str, eval_tasks: EvaluationTasks, *, step: int, tracker_step: int) -> None:
