@@ -46,6 +46,7 @@ from outrider.training.distill_term import (
     rollouts_with_term,
     score_other,
     term_mask,
+    until_last_turn,
 )
 from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout
 from outrider.training.policy import (
@@ -481,9 +482,10 @@ class _Update:
         if is_one_pass:
             term.teacher = mini_batch.with_tips
         else:
+            nodes = [other_rendering(path, settings) for path in own]
             renderings = [
-                (path, other_rendering(path, settings) if term.has_term_R[path.rollout_index] else None)
-                for path in own
+                (path, until_last_turn(other) if other and term.has_term_R[path.rollout_index] else None)
+                for path, other in zip(own, nodes, strict=True)
             ]
             term.teacher = score_other(
                 self.teacher, policy.ranks, renderings, max_tokens=max_tokens, support=support
