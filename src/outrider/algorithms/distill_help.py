@@ -32,7 +32,7 @@ from outrider.files import readable
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part, join_modes
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
+from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts, without_open_prompt
 from outrider.types import Message, Origin, Task
 
 HELPED: Final = "helped"
@@ -280,7 +280,7 @@ class HelpHook(Hook):
         token_ids = renderer.bridge((), [Message(role="inline", content=text)])
         trace.help[leaf.rollout] = tuple(
             Insertion(node_id=node.node_id, offset=offset, token_ids=token_ids, text=text, source=source)
-            for node, offset in help_positions(path, renderer.opening)
+            for node, offset in help_positions(without_open_prompt(path), renderer.opening)
         )
 
     def _reason(self, parts: Sequence[_Part]) -> str:
