@@ -55,6 +55,24 @@ def test_a_recipe_of_one_line_has_the_points_of_the_protocol(name: str, tmp_path
         assert difference.with_status(Status.CANNOT) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("verl-agent-webshop", 'evaluation.panels=[{name = "first", split = "valid", num_tasks = 9}]'),
+        ("verl-agent-webshop", "update.num_mini_batches=4"),
+        ("verl-agent-webshop", "environment.context=chat"),
+        ("verl-agent-webshop", "algorithm.type=gigpo"),
+        ("verl-agent-webshop", "algorithm.preset=dapo-paper"),
+        ("outrider-alfworld-fair", "evaluation.num_tasks=20"),
+        ("agent-lightning-scienceworld", "update.mini_batch_samples=64"),
+        ("agentgym-rl-scienceworld", "rollout.max_turns=[5, 10]"),
+    ],
+)
+def test_a_key_of_the_recipe_replaces_what_contradicts_it(name: str, change: str, tmp_path: Path) -> None:
+    settings = run_settings(write_recipe(tmp_path, name), overrides=[change])
+    assert settings.protocol == name
+
+
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if "scienceworld" not in name])
 def test_no_answer_is_in_a_prompt(name: str, tmp_path: Path) -> None:
     settings = offline(write_recipe(tmp_path, name), name)

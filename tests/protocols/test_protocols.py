@@ -178,7 +178,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diff_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["protocol", "diff", "opid-alfworld", "verl-agent-alfworld", "--json"]) == 3
     printed = json.loads(capsys.readouterr().out)
-    assert {row["point"] for row in printed["points"] if row["status"] == "differs"} == {
+    assert {row["point"] for row in printed["rows"] if row["status"] == "differs"} == {
         "history_steps", "max_turns", "prompt_overflow", "advantage", "steps",
     }  # fmt: skip
     assert main(["protocol", "diff", "search-r1", "search-r1"]) == 0

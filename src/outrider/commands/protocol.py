@@ -53,7 +53,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "Compare a run, a recipe or a protocol with a protocol, point by point. The exit status is 0 if all "
         "points are the same, 3 if one differs or cannot be expressed, and 4 if some are only unknown.",
         "outrider protocol diff opid-alfworld verl-agent-alfworld",
-        "outrider protocol diff recipes/alfworld-gigpo.toml verl-agent-alfworld --json",
+        "outrider protocol diff runs/first verl-agent-alfworld --json",
     )
     comparing.add_argument(
         "left", metavar="RUN|RECIPE|NAME", help="run directory, recipe, or name of a protocol"
