@@ -53,6 +53,7 @@ def test_a_recipe_of_one_line_has_the_points_of_the_protocol(name: str, tmp_path
     if name.startswith("outrider-"):
         assert difference.with_status(Status.DIFFERS) == []
         assert difference.with_status(Status.CANNOT) == []
+        assert difference.exit_status == 4  # our protocols choose neither the model nor the data
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ def test_a_recipe_of_one_line_has_the_points_of_the_protocol(name: str, tmp_path
         ("verl-agent-webshop", "environment.context=chat"),
         ("verl-agent-webshop", "algorithm.type=gigpo"),
         ("verl-agent-webshop", "algorithm.preset=dapo-paper"),
+        ("verl-agent-webshop", "algorithm.type=dr-grpo"),
         ("outrider-alfworld-fair", "evaluation.num_tasks=20"),
         ("agent-lightning-scienceworld", "update.mini_batch_samples=64"),
         ("agentgym-rl-scienceworld", "rollout.max_turns=[5, 10]"),

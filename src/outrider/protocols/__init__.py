@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
-from outrider.plugins.registry import load_settings_class
+from outrider.plugins.registry import expand_preset, load_settings_class
 from outrider.suggestions import did_you_mean
 
 _POINTS: Final = "points"
@@ -193,18 +193,14 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"protocol = {name} is for environment.type = {kind}, not {own_kind}: use another protocol"
         )
-    method = _table(tree, "algorithm")
-    if "preset" in method or method.get("type", filled["algorithm"]["type"]) != filled["algorithm"]["type"]:
-        own_type = str(method.get("type", filled["algorithm"]["type"]))
-        own = load_settings_class("algorithms", own_type)
+    method, algorithm = _table(tree, "algorithm"), filled["algorithm"]
+    if "preset" in method or method.get("type", algorithm["type"]) != algorithm["type"]:
+        chosen = expand_preset("algorithms", {"type": algorithm["type"], **method})
+        own = load_settings_class("algorithms", str(chosen["type"]))
         presets: Mapping[str, Mapping[str, Any]] = getattr(own, "presets", {})
-        own_keys = {"advantage", "type", *presets.get(str(method.get("preset")), ())}
-        kept = {
-            key: value
-            for key, value in filled["algorithm"].items()
-            if key in own.model_fields.keys() - own_keys
-        }
-        filled["algorithm"] = {"type": own_type} | kept
+        shared = own.model_fields.keys() - {"advantage", *presets.get(str(chosen.get("preset")), ())}
+        filled["algorithm"] = {key: value for key, value in algorithm.items() if key in shared}
+        filled["algorithm"]["type"] = method.get("type", algorithm["type"])
     return {**_merged(filled, tree), "protocol_sha256": protocol.sha256}
 
 
