@@ -101,7 +101,9 @@ def test_no_answer_is_in_a_prompt(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.java] * ("scienceworld" in name)) for name in RUNNABLE]
+)
 def test_one_step_and_one_evaluation_of_every_protocol(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

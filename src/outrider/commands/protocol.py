@@ -68,7 +68,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "chat for every turn, and as one trace. The games are made offline and played by a scripted searcher "
         "that does not win.",
         "outrider protocol cost verl-agent-alfworld",
-        "outrider protocol cost opid-alfworld --games 4 --thought 40 --turns 10 50",
+        "outrider protocol cost opid-alfworld --games 4 --turns 10 50",
     )
     counting.add_argument("name", metavar="NAME", help="name of a protocol for ALFWorld")
     counting.add_argument("--games", type=positive, default=24, metavar="N", help="games (default: 24)")
