@@ -10,7 +10,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
-from outrider.plugins.registry import load_settings_class
+from outrider.plugins.registry import expand_preset, load_settings_class
 from outrider.suggestions import did_you_mean
 
 _POINTS: Final = "points"
@@ -27,6 +27,14 @@ _UNKNOWN: Final = "unknown"  # value of a point that does not follow the base
 _WINDOW: Final = "environment.window."
 _DEFAULTS: Final = {"environment.context": "chat"}
 """Settings of environments that do not have them, and of runs before they existed."""
+_REPLACED: Final[Mapping[str, Sequence[str]]] = {
+    "evaluation.panels": ("evaluation.split", "evaluation.num_tasks"),
+    "evaluation.split": ("evaluation.panels",),
+    "evaluation.num_tasks": ("evaluation.panels",),
+    "update.num_mini_batches": ("update.mini_batch_samples",),
+    "update.mini_batch_samples": ("update.num_mini_batches",),
+}
+"""Settings that a protocol does not fill if the recipe sets the key, which decides the same."""
 COMPARABLE: Final = frozenset({"play", "data", "evaluation"})
 """Groups of points in which scores of one test agree."""
 
@@ -174,25 +182,25 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or name == _NONE or tree.get("protocol_sha256", _NONE) != _NONE:
         return tree
     protocol = find_protocol(name)
-    filled = nested_settings(protocol.settings())
+    replaced = {name for key in flat_settings(tree) for name in _REPLACED.get(key, ())}
+    if _table(tree, "environment").get("context") == "chat":
+        replaced |= {key for key in protocol.settings() if key.startswith(_WINDOW)}
+    settings = {key: value for key, value in protocol.settings().items() if key not in replaced}
+    filled = nested_settings(settings)
     kind = filled["environment"]["type"]
     own_kind = _table(tree, "environment").get("type", kind)
     if own_kind != kind:
         raise ConfigError(
             f"protocol = {name} is for environment.type = {kind}, not {own_kind}: use another protocol"
         )
-    method = _table(tree, "algorithm")
-    if "preset" in method or method.get("type", filled["algorithm"]["type"]) != filled["algorithm"]["type"]:
-        own_type = str(method.get("type", filled["algorithm"]["type"]))
-        own = load_settings_class("algorithms", own_type)
+    method, algorithm = _table(tree, "algorithm"), filled["algorithm"]
+    if "preset" in method or method.get("type", algorithm["type"]) != algorithm["type"]:
+        chosen = expand_preset("algorithms", {"type": algorithm["type"], **method})
+        own = load_settings_class("algorithms", str(chosen["type"]))
         presets: Mapping[str, Mapping[str, Any]] = getattr(own, "presets", {})
-        own_keys = {"advantage", "type", *presets.get(str(method.get("preset")), ())}
-        kept = {
-            key: value
-            for key, value in filled["algorithm"].items()
-            if key in own.model_fields.keys() - own_keys
-        }
-        filled["algorithm"] = {"type": own_type} | kept
+        shared = own.model_fields.keys() - {"advantage", *presets.get(str(chosen.get("preset")), ())}
+        filled["algorithm"] = {key: value for key, value in algorithm.items() if key in shared}
+        filled["algorithm"]["type"] = method.get("type", algorithm["type"])
     return {**_merged(filled, tree), "protocol_sha256": protocol.sha256}
 
 
@@ -309,17 +317,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        rows = [
-            {
-                "point": row.point,
-                "status": str(row.status),
-                "left": row.left,
-                "right": row.right,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
-        return {"left": self.left, "right": self.right, "points": rows}
+        return asdict(self)
 
     def lines(self) -> list[str]:
         """The summary, the points that differ or cannot be expressed, and the names of the unknown ones."""
@@ -327,7 +325,8 @@ class Difference:
         for status in (Status.DIFFERS, Status.CANNOT):
             for row in self.with_status(status):
                 lines.append(f"  {row.point}: {status}")
-                lines += [f"      {name}: {format_value(value)}" for name, value in self.sides(row).items()]
+                lines += [f"      {self.left}: {format_value(row.left)}"]
+                lines += [f"      {self.right}: {format_value(row.right)}"]
                 lines += [f"      {row.note}"] if row.note else []
         unknown = [row.point for row in self.with_status(Status.UNKNOWN)]
         return [*lines, *([f"  unknown: {', '.join(unknown)}"] if unknown else [])]
@@ -339,10 +338,6 @@ class Difference:
             for row in self.rows
             if row.status is not Status.SAME
         ]
-
-    def sides(self, row: Row) -> dict[str, Any]:
-        """The values of a row by the name of their side."""
-        return {self.left: row.left, self.right: row.right}
 
 
 def format_value(value: Any) -> str:
