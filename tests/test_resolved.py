@@ -148,3 +148,17 @@ def test_a_table_with_any_keys_is_one_value() -> None:
     settings = Rates(rates={"learning": 2.0, "learning.rate": 1.0})
     text = format_toml(leaves(settings, sources={"rates": "recipe"}))
     assert Rates.model_validate(tomllib.loads(text)) == settings
+
+
+def test_settings_of_a_protocol_are_printed_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text('protocol = "outrider-webshop-fair"\n[algorithm]\ngroup_size = 4\n')
+    settings, printed = resolved(file, "rollout.max_turns=9")
+    sources = {leaf.key: leaf.source for leaf in printed}
+    assert sources["environment.window.parse"] == "protocol outrider-webshop-fair"
+    assert sources["algorithm.advantage"] == "protocol outrider-webshop-fair"  # also at its default
+    assert (sources["algorithm.group_size"], sources["rollout.max_turns"]) == ("recipe", "command")
+    assert sources["seed"] == "default"
+    copy = tmp_path / "copy.toml"
+    copy.write_text(format_toml(printed))
+    assert load_settings(RunSettings, file=copy) == settings

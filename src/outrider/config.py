@@ -565,7 +565,7 @@ def load_settings(
         tree = respelled(tree)
     tree.update(copy.deepcopy(dict(sections or {})))
     for override in overrides:
-        _apply(tree, override)
+        apply_override(tree, override)
     return absolute_paths(validate(kind, tree), _folders(file, overrides, sections or {}))
 
 
@@ -609,7 +609,8 @@ def parse_value(raw: str) -> Any:
         return raw
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set ``section.key=value`` in a tree of plain values. Raises ConfigError."""
     path, separator, raw = override.partition("=")
     parts = path.strip().split(".")
     if not separator or not all(parts):

@@ -10,7 +10,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from outrider.config import Settings, parse_value, to_toml
+from outrider.config import Settings, apply_override, parse_value, to_toml
+from outrider.protocols import with_protocol
 
 _ABSENT: Final = object()
 _COMMENT: Final = textwrap.TextWrapper(
@@ -20,8 +21,8 @@ _COMMENT: Final = textwrap.TextWrapper(
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A setting with its dotted ``key``. ``source`` is ``recipe``, ``command``, ``preset NAME``, ``default``,
-    or ``derived`` (from other settings).
+    """A setting with its dotted ``key``. ``source`` is ``recipe``, ``command``, ``preset NAME``,
+    ``protocol NAME``, ``default``, or ``derived`` (from other settings).
     """
 
     key: str
@@ -81,9 +82,15 @@ def format_toml(entries: Sequence[Leaf]) -> str:
 
 
 def key_sources(file: Path | None, overrides: Sequence[str]) -> dict[str, str]:
-    """Map each dotted key to its source, ``recipe`` or ``command``. File and overrides must be valid."""
+    """Map each dotted key to its source, ``recipe``, ``command`` or ``protocol NAME``. File and overrides
+    must be valid.
+    """
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     sources = dict.fromkeys(_keys(tree), "recipe")
+    for override in overrides:
+        apply_override(tree, override)
+    filled = with_protocol(tree)
+    sources = dict.fromkeys(_keys(filled), f"protocol {tree.get('protocol')}") | sources
     for override in overrides:
         key, _, raw = override.partition("=")
         sources |= dict.fromkeys(_keys({key.strip(): parse_value(raw)}), "command")
@@ -115,6 +122,8 @@ def _walk(
     preset = getattr(settings, "preset", None)
     preset_label = f"preset {preset}" if isinstance(preset, str) else None
     for name, field in type(settings).model_fields.items():
+        if name not in plain:  # records leave it out at its default
+            continue
         default = _default(like, name, field)
         for raw in _below(getattr(settings, name), plain[name], default, set_keys, f"{above}{name}"):
             yield replace(raw, preset=raw.preset or preset_label)

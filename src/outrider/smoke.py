@@ -262,6 +262,8 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     overrides |= _SET | {"model.name": str(names.model), "model.initial_checkpoint": None}
     if (checkpoint := settings.model.initial_checkpoint) is not None:
         overrides["model.initial_checkpoint"] = smoke_checkpoint(checkpoint, names)
+    if settings.rollout.steps_per_limit is not None:  # growing limits of turns
+        overrides |= {"rollout.earlier_max_turns": [], "rollout.steps_per_limit": None}
     if tree["engine"]["type"] == "vllm":
         overrides["engine"] = {"type": "local"}
     overrides |= _buffer(settings, names)

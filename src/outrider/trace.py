@@ -272,6 +272,11 @@ def without_memory(path: Sequence[Node]) -> list[Node]:
     return [node for node in path if node.origin is not Origin.MEMORY]
 
 
+def without_open_prompt(path: Sequence[Node]) -> Sequence[Node]:
+    """Return the path without a prompt at its end that was built for a turn that did not follow."""
+    return path[:-1] if path and REBUILT in path[-1].metadata else path
+
+
 def with_help(path: Sequence[Node], insertions: Sequence[Insertion]) -> list[Node]:
     """Return the path with help: the nodes in which it stands are split in the returned list only.
 

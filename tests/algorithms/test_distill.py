@@ -355,7 +355,7 @@ def test_an_averaged_teacher_goes_without_adapters_and_with_several_ranks() -> N
     }
     for cluster in ({}, {"num_trainers": 2}):
         assert validate(RunSettings, {**tree, "cluster": cluster}).algorithm.needs_reference is False
-    with pytest.raises(ConfigError, match="teacher = ema with model.lora: the mean of two factors"):
+    with pytest.raises(ConfigError, match=r"teacher = ema with model\.lora: the mean of two factors"):
         validate(RunSettings, {**tree, "model": {"lora": {}}})
 
 

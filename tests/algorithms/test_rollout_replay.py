@@ -14,6 +14,7 @@ from outrider.algorithms.rollout_replay import (
     RolloutReplay,
     RolloutReplaySettings,
     StoredGroup,
+    ToolBonusSettings,
     cosine_rise,
     restore_groups,
     snapshot_groups,
@@ -21,6 +22,7 @@ from outrider.algorithms.rollout_replay import (
 )
 from outrider.config import validate
 from outrider.errors import CheckpointError, ConfigError
+from outrider.metrics import declared_metric
 from outrider.trace import Trace
 from outrider.training.update import rollout_paths
 from outrider.types import Origin, Task
@@ -200,6 +202,61 @@ def replayed_values(algorithm: RolloutReplay, *, step: int) -> dict[str, list[fl
 @pytest.mark.parametrize("case", [case for case in SPEAR if "weight" in case], ids=str)
 def test_spear_vectors_of_the_weight(case: dict[str, Any]) -> None:
     assert cosine_rise(case["step"], case["max_steps"]) == pytest.approx(case["weight"], abs=1e-12)
+
+
+@pytest.mark.parametrize("case", [case for case in SPEAR if "added_to_return" in case], ids=str)
+def test_spear_vectors_of_the_bonus(case: dict[str, Any]) -> None:
+    """With the defaults; a turn is a call."""
+    bonus = ToolBonusSettings(fall_steps=case["max_steps"])
+    assert bonus.value(case["turns"], step=case["step"]) == pytest.approx(case["added_to_return"], abs=1e-12)
+    assert bonus == ToolBonusSettings(per_call=0.1, maximum=1.0, fall_steps=200)
+
+
+def turns(num_calls: Sequence[Sequence[int]]) -> Trace:
+    """Rollouts with these numbers of tool calls in their turns; -1 is an invalid turn."""
+    trace = new_trace("t", modes=("on_policy",) * len(num_calls))
+    root = add_node(trace, None, Origin.PROMPT, token_ids=(5, 6))
+    for rollout, calls in enumerate(num_calls):
+        node = root
+        for num in calls:
+            node = add_node(trace, node, Origin.POLICY, token_ids=(7,), logprobs=(-1.0,), entropies=(1.0,))
+            node.metadata |= {"num_tool_calls": abs(num), "invalid": num < 0}
+            node = add_node(trace, node, Origin.ENVIRONMENT, token_ids=(9,))
+        finish(trace, node, 0.5, success=rollout == 0)
+    return trace
+
+
+@pytest.mark.parametrize(("counts_actions", "counts"), [(False, (3, 0, 12)), (True, (2, 1, 6))])
+def test_the_bonus_changes_advantages_and_no_return(counts_actions: bool, counts: tuple[int, ...]) -> None:
+    calls = [[1, 2, -1], [0, -3], [2] * 6]
+    for step, factor in ((0, 1.0), (2, 0.5), (4, 0.0), (9, 0.0)):
+        settings = validate(
+            RolloutReplaySettings,
+            {"advantage": "group_centered", "bonus": {"fall_steps": 4}, "group_size": 3},
+        )
+        algorithm = RolloutReplay(settings, groups_per_step=2, seed=0, counts_actions=counts_actions)
+        trace = turns(calls)
+        added = algorithm.augment([trace], step=step, play=None)  # type: ignore[arg-type]
+        bonuses = [min(1.0, 0.1 * num) * factor for num in counts]
+        assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == pytest.approx(bonuses, abs=1e-12)
+        assert added.metrics["replay/tool_bonus_mean"] == pytest.approx(sum(bonuses) / 3)
+        assert declared_metric("replay/tool_bonus_mean")
+        assert {leaf.episode_return for leaf, _ in trace.rollouts()} == {0.5}
+        advantages = algorithm.assign_advantages(trace).advantages.values
+        assert advantages == pytest.approx(np.array(bonuses) - np.mean(bonuses), abs=1e-12)
+        # Stored groups keep the bonus with which they were compared, also in a checkpoint.
+        plain, arrays = snapshot_groups(algorithm.stored)
+        [stored] = restore_groups(json.loads(json.dumps(plain)), arrays)
+        assert [leaf.intrinsic for leaf, _ in stored.trace.rollouts()] == pytest.approx(bonuses, abs=1e-12)
+        assert len(plain[0]["leaves"][1]) == (6 if bonuses[1] else 5)
+
+
+def test_without_a_bonus_nothing_is_added() -> None:
+    trace, algorithm = turns([[1], [2]]), replay()
+    assert "replay/tool_bonus_mean" not in algorithm.augment([trace], step=0, play=None).metrics  # type: ignore[arg-type]
+    assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == [0.0, 0.0]
+    with pytest.raises(ConfigError, match=r"remove \[algorithm.bonus\]"):
+        replay(bonus={}, advantage="pass_at_k", pass_k=2)
 
 
 def test_spear_vectors_of_the_advantages() -> None:

@@ -163,7 +163,7 @@ MIXED: Group = [(1.0, [False, True, False]), (None, [True]), (0.0, [True]), (1.0
 
 
 def test_the_batch_std_spans_the_groups_of_a_step() -> None:
-    groups = [[(1.0, [True, False]), (0.0, [False])], [(5.0, [False]), (5.0, [False])]]
+    groups: list[Group] = [[(1.0, [True, False]), (0.0, [False])], [(5.0, [False]), (5.0, [False])]]
     traces = [build(group) for group in groups]
     grpo(advantage_std="batch", invalid_penalty=0.5, statistics="samples").assign_step_advantages(traces)
     scale = np.std([0.5, 1.0, 0.0, 5.0, 5.0], ddof=1) + 1e-4

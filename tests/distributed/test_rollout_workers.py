@@ -15,6 +15,7 @@ from outrider.config import load_settings
 from outrider.distributed.ray_session import Recipe
 from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
 from outrider.distributed.worker import Heartbeat, Job
+from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, ProcessLost
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
 from outrider.rollout.scheduler import RolloutReport
@@ -306,3 +307,17 @@ def test_the_calls_of_a_batch_are_divided_when_its_groups_run_one_by_one() -> No
     played.run(tasks, modes=("plain",), training_step=0)
     assert [job.calls for job in workers[0].jobs] == [(0, 3, 3)] * 2 + [(0, 1, 3), (1, 2, 3), (2, 3, 3)]
     assert played._num_spent == {0: 4}
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 8])
+def test_an_evaluation_has_the_same_tasks_in_the_same_order_with_any_number_of_workers(
+    num_workers: int,
+) -> None:
+    tasks = [Task(key=f"game {number}", question=str(number)) for number in range(140)]
+    workers = [Worker(number) for number in range(num_workers)]
+    report = rollouts_of(workers, []).run(tasks, modes=("evaluation",) * 2, training_step=-1)
+    assert [trace.task for trace in report.traces] == tasks
+    assert hash_tasks([trace.task for trace in report.traces]) == hash_tasks(tasks)
+    played = Counter(task.key for worker in workers for job in worker.jobs for task in job.tasks)
+    assert played == dict.fromkeys((task.key for task in tasks), 1)
+    assert {job.training_step for worker in workers for job in worker.jobs} == {-1}

@@ -144,3 +144,49 @@ def test_noise_of_the_size_of_rounding_hardly_ever_changes_a_draw() -> None:
     logits_BV = example_logits(32)
     before, now = (num_changed(rule, logits_BV, noise=1e-5, num_rounds=12) for rule in (inverse_cdf, sample))
     assert before >= 8 and now <= 1
+
+
+def reference_truncation(weights: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
+    """The distribution after top-k and then top-p, in float64, from the definitions."""
+    kept = np.zeros_like(weights)
+    share, order = 0.0, sorted(range(len(weights)), key=lambda i: (-weights[i], i))[:top_k]
+    total = sum(weights[i] for i in order)
+    for i in order:
+        if top_p is not None and share >= top_p:
+            break
+        kept[i] = weights[i]
+        share += weights[i] / total
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(3, None), (None, 0.7), (4, 0.6), (1, None), (None, 0.01), (99, 1.0)]
+)
+def test_top_k_and_top_p_limit_what_is_drawn_and_change_no_logprob(
+    top_k: int | None, top_p: float | None
+) -> None:
+    num, temperature = 1_000, 0.7
+    logits_V = torch.tensor([0.3, 1.0, -0.5, 1.0, 0.9, -2.0, 0.31])
+    stream = request_stream(5)
+    rows, cuts = logits_V.expand(num, -1), [(top_k, top_p)] * num
+    ids, logprobs, entropies = sample(rows, [temperature] * num, [stream] * num, cuts)
+    weights = np.exp(logits_V.double().numpy() / temperature)
+    expected = reference_truncation(weights, top_k, top_p)
+    counts = np.bincount(ids, minlength=len(expected))
+    assert set(np.flatnonzero(counts)) <= set(np.flatnonzero(expected))
+    error = np.sqrt(expected * (1 - expected) / num)
+    assert (np.abs(counts / num - expected) <= 4.5 * error + 1e-12).all()
+    # of the whole vocabulary, as without truncation
+    whole = np.log(weights / weights.sum())
+    assert np.allclose(logprobs, whole[ids], atol=1e-5)
+    assert entropies[0] == sample(logits_V[None], [temperature], [request_stream(1)])[2][0]
+
+
+def test_a_row_without_a_cut_is_drawn_as_before() -> None:
+    logits_BV = example_logits(6, size=700)
+    temperatures = [0.7, 1.0] * 3
+    plain = sample(logits_BV, temperatures, [request_stream(i) for i in range(6)])
+    cuts = [(None, None)] * 5 + [(1, None)]
+    mixed = sample(logits_BV, temperatures, [request_stream(i) for i in range(6)], cuts)
+    assert [column[:5] for column in mixed] == [column[:5] for column in plain]
+    assert mixed[0][5] == int(logits_BV[5].argmax())

@@ -341,3 +341,14 @@ STOP = ("</search>", "</answer>")
 )
 def test_the_stop_string_that_a_server_leaves_out(text: str, choice: dict[str, Any], expected: str) -> None:
     assert reply_text(text, STOP, choice) == expected
+
+
+def test_top_p_and_top_k_are_sent_only_if_they_are_set() -> None:
+    with chat_server([completion("hi")]) as server:
+        chat = ChatEndpoint(EndpointSettings(base_url=server.url))
+        message = [Message(role="user", content="q")]
+        chat.complete(message, max_tokens=9, temperature=0.5)
+        chat.complete(message, max_tokens=9, temperature=0.5, top_p=0.95, top_k=20)
+        without, truncated = [asked.body for asked in server.asked]
+    assert without is not None and truncated == {**without, "top_p": 0.95, "top_k": 20}
+    assert not {"top_p", "top_k"} & without.keys()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import LanguageModel, load_model
-from outrider.engines.vllm.engine import VllmEngine, entropy_bound
+from outrider.engines.vllm.engine import Requests, VllmEngine, entropy_bound
 from outrider.errors import EngineFault, ModelError
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings
@@ -313,3 +313,16 @@ def exact_logprobs(lm: LanguageModel, context: tuple[int, ...], ids: tuple[int, 
         states = lm.hidden(whole, torch.arange(whole.shape[1])[None], plan)[0, len(context) - 1 : -1]
         logprobs = torch.log_softmax(lm.head(states).float(), dim=-1)
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+def test_top_p_and_top_k_are_passed_and_excluded_tokens_have_no_part_in_the_entropy() -> None:
+    requests = Requests(eos_token_ids=frozenset({1}), eos_texts=(), context_length=99, top_k=3)
+    request = Request(request_id="a", token_ids=(2,), max_tokens=4, seed=1, temperature=0.6)
+    assert not {"top_p", "top_k"} & requests.sampling(request).keys()
+    truncated = replace(request, top_p=0.95, top_k=20)
+    assert requests.sampling(truncated) == {**requests.sampling(request), "top_p": 0.95, "top_k": 20}
+    logprobs = {5: math.log(0.5), 6: math.log(0.5), 7: -math.inf}
+    rows = [{token: SimpleNamespace(logprob=value) for token, value in logprobs.items()}]
+    output = SimpleNamespace(token_ids=[5], logprobs=rows, finish_reason="length", stop_reason=None)
+    generation = requests.generation(truncated, output, version=0)
+    assert generation.entropies == pytest.approx((math.log(2),))

@@ -142,6 +142,17 @@ def test_tasks_depend_on_the_content_of_files_and_not_on_their_folder(data: Path
     assert hash_tasks(family(moved).tasks("test")) != first
 
 
+def test_tasks_do_not_depend_on_the_order_of_the_folder_s_listing(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = family(data).tasks("test")
+    listed = Path.rglob
+    monkeypatch.setattr(Path, "rglob", lambda *arguments: reversed(list(listed(*arguments))))
+    again = family(data).tasks("test")
+    assert [task.key for task in again] == [task.key for task in first]
+    assert hash_tasks(again) == hash_tasks(first)
+
+
 @pytest.mark.parametrize("broken", ["", "[]", '{"solvable": true}', '{"grammar": 3, "solvable": true}', "{"])
 def test_missing_and_malformed_game_files_are_reported(tmp_path: Path, broken: str) -> None:
     with pytest.raises(

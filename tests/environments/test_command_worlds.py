@@ -139,6 +139,19 @@ def test_a_prompt_with_too_many_characters_has_no_history() -> None:
     assert leaf.metrics["num_shortened_prompts"] == 2  # that of the fifth turn, too
 
 
+def test_copies_of_a_window_are_independent() -> None:
+    window = {"parse": "verl-agent-20", "max_prompt_tokens": 8000}
+    task_set = make_task_set(WebShopConfig.model_validate({"context": "window", "window": window}))
+    original: Any = task_set.make()(task_set.tasks("train")[0])
+    original.reset(0)
+    search, click, *_ = plan(shop())
+    original.step(Message(role="assistant", content=f"<action>{search}</action>"))
+    twin, before = original.copy(), original.request
+    twin.step(Message(role="assistant", content=f"<action>{click}</action>"))
+    assert original.request == before and twin.request != before
+    assert click.lower() in twin.request.messages[0].content
+
+
 def test_the_penalty_of_the_shop_is_refused_with_a_window() -> None:
     with pytest.raises(ValidationError, match=r"set algorithm\.invalid_penalty"):
         WebShopConfig(context="window", invalid_penalty=0.1)

@@ -230,6 +230,17 @@ def test_scores_between_evaluations_are_interpolated_linearly(tmp_path: Path) ->
     assert np.isnan(tokens.bands["grpo"].low).all()
 
 
+def test_a_weaker_success_rule_has_a_note(tmp_path: Path) -> None:
+    runs = [
+        make_run(tmp_path / rule, algorithm=algorithm, settings=(f'environment.success_at = "{rule}"',))
+        for rule, algorithm in (("full", "grpo"), ("positive", "rapo"))
+    ]
+    marked = [note for note in notes(compare(runs)) if "counts as a success" in note]
+    assert marked == [
+        "positive: Every final score above 0 counts as a success (environment.success_at = positive)."
+    ]
+
+
 def test_a_missing_curve_of_scores_has_a_note(tmp_path: Path) -> None:
     """Runs that were not evaluated before training (``evaluation.at_start = false``) have one point each."""
     runs = [

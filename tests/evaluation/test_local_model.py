@@ -3,16 +3,19 @@
 import signal
 import time
 from collections.abc import Callable, Sequence
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from outrider.config import load_settings, to_toml
 from outrider.engines.base import Generation, Request
 from outrider.engines.local.model import load_model
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import StepResult
+from outrider.environments.scienceworld.environment import ScienceWorldConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evaluation.grading import Grader, Scorer, find_variant
@@ -291,6 +294,19 @@ def test_only_faulted_samples_are_repeated(tmp_path: Path) -> None:
     assert engine.batches == [["task-1"], ["task-2"]] * 2
     assert mended == play(tmp_path / "clean.jsonl", Batches(), factory(lambda key: False))
     assert (mended["num_scored"], mended["faults"]) == (10, {})
+
+
+@pytest.mark.parametrize(("success_at", "is_marked"), [("full", False), ("positive", True)])
+def test_a_weaker_success_rule_is_below_the_table(success_at: str, is_marked: bool) -> None:
+    environment = ScienceWorldConfig.model_validate({"success_at": success_at})
+    settings = EvalTasksSettings(tasks="scienceworld", model=ModelSettings(), environment=environment)
+    eval_tasks = fake_setup(TASKS, factory(lambda key: False), scorer="f1").eval_tasks
+    report = build_report(settings, eval_tasks, scorer=None, identity={}, results=[])
+    mark = 'success_at = "positive": any score above 0 is a success'
+    console = Console(file=StringIO(), width=100)
+    console.print(report.table())
+    assert (mark in " ".join(console.file.getvalue().split())) == is_marked  # type: ignore[attr-defined]
+    assert report.as_json().get("score_mark") == (mark if is_marked else None)
 
 
 def test_retries_are_reported(tmp_path: Path) -> None:

@@ -94,8 +94,8 @@ def test_forms_of_the_bill() -> None:
     assert first["window of 1"] == first["window of all steps"]  # no history yet
     assert third["window of 1"] < third["window of all steps"]
     for lists in ("lists", "no lists"):
-        assert first[f"a row per turn, whole chat, {lists}"] == first[f"one trace, {lists}"]
-        assert third[f"a row per turn, whole chat, {lists}"] > third[f"one trace, {lists}"]
+        assert first[f"chat of every turn, {lists}"] == first[f"one trace, {lists}"]
+        assert third[f"chat of every turn, {lists}"] > third[f"one trace, {lists}"]
     assert third["one trace, no lists"] < third["one trace, lists"]
     assert bill.prompts["window of 1"] < third["window of 1"]
     longer = token_bill(

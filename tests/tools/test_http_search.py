@@ -98,7 +98,7 @@ def test_a_run_does_not_begin_without_its_server() -> None:
 def test_an_episode_shows_results_in_the_chosen_tag_and_masks_failures(tmp_path: Path) -> None:
     (tmp_path / "qa.jsonl").write_text('{"question": "Colour of the sea?", "answer": "red"}\n')
     search, answer = "<think>a</think><search>sea</search>", "<think>b</think><answer>\\boxed{red}</answer>"
-    engine = scripted(lambda request, text: answer if "</information>" in text else search)
+    engine = scripted(lambda request, text: answer if text.count("</information>") > 1 else search)
 
     def play(url: str) -> Trace:
         server = {"type": "http-search", "base_url": url, "max_retries": 0}
@@ -113,8 +113,8 @@ def test_an_episode_shows_results_in_the_chosen_tag_and_masks_failures(tmp_path:
     texts = [node.message.content for node in trace.nodes if node.message is not None]
     ((leaf, _),) = trace.rollouts()
     assert leaf.success and leaf.episode_return == 1.0
-    assert any(text.startswith('\n<information>\n"p1": red sea') for text in texts)
-    assert "result>" not in "".join(texts)
+    assert any(text.startswith('\n<information>\n"p1": red sea') for text in texts), texts
+    assert "result>" not in "".join(texts)  # not in the prompt either
     # the first search is that of the start
     with retrieval_server(PASSAGES, [Answer({"result": [[]]}), Answer(status=500)]) as (url, _):
         ((lost, _),) = play(url).rollouts()

@@ -158,6 +158,36 @@ def _gaps(path: Sequence[Node], helped: Sequence[Node]) -> Tensor:
     return torch.where(gap.abs() < 1e-12, 0.0, gap)
 
 
+def test_the_teacher_reads_nothing_behind_the_last_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last observation predicts nothing; the gradient is the same without it."""
+    [trace] = groups(1, rollouts=3, longest=14)
+    ends = {leaf.rollout: path[-1] for leaf, path in trace.rollouts()}
+    for rollout, end in ends.items():
+        last = trace.append(
+            parent=end.node_id, origin=Origin.ENVIRONMENT, token_ids=(5, 6, 7, 8), message=end.message
+        )
+        trace.leaves[rollout].node_id = last.node_id
+        trace.help[rollout] = (
+            Insertion(node_id=0, offset=4, token_ids=(30, 31 + rollout), text="", source="file"),
+        )
+    sizes: list[int] = []
+    score = Policy.score
+
+    def counted(policy: Policy, batch: Any, **options: Any) -> Any:
+        sizes.append(batch.num_tokens)
+        return score(policy, batch, **options)
+
+    monkeypatch.setattr(Policy, "score", counted)
+    found, _ = gradient([trace], objective(support=8))
+    shared, rest = 4, len(trace.nodes[0].token_ids) - 4
+    turns = [sum(len(node.token_ids) for node in path[1:-1]) for _, path in trace.rollouts()]
+    assert sizes[0] == shared + sum(2 + rest + num for num in turns)  # of the teacher
+    renderings = [(path, with_help(path, trace.help[leaf.rollout])) for leaf, path in trace.rollouts()]
+    chosen = objective(support=8).distill
+    assert chosen is not None
+    assert_equal_gradients(found, plain_gradient(renderings, chosen), limit=1e-9)
+
+
 @pytest.mark.parametrize("distill", [*FORMS[:2], {"form": "likelihood"}], ids=str)
 def test_the_gradient_is_that_of_plain_passes_where_the_helped_context_plays(distill: dict[str, Any]) -> None:
     trace = tips_group(None, off=True, num_with_tips=1)

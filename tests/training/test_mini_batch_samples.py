@@ -24,11 +24,13 @@ from outrider.planning.memory import make_workload
 from outrider.seeding import stream
 from outrider.trace import Insertion, Leaf, Trace, split_contexts, with_help
 from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout, pack
-from outrider.training.policy import SingleRank, TokenScores
+from outrider.training.policy import Policy, SingleRank, TokenScores
 from outrider.training.settings import OptimizerSettings, RunSettings, UpdateSettings
 from outrider.training.step_records import values_by_node
 from outrider.training.update import UpdateReport, make_mini_batches, rollout_paths, shuffle_samples, update
 from outrider.types import Message, Origin, Outcome, Task
+from tests.distributed.groups import distinct_objectives, groups
+from tests.tiny import tiny_model
 from tests.training.short_runs import assert_same, begin, interrupted, resume
 from tests.training.test_samples import act, finish, grown, other
 from tests.training.tool_run import write_tool_run
@@ -417,3 +419,38 @@ def test_a_run_continues_with_the_same_order(tmp_path: Path) -> None:
     resume(killed)
     assert_same(run, killed)
     assert text == recipe.read_text()
+
+
+@pytest.mark.parametrize("nth", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
+def test_the_objectives_of_the_algorithms(nth: int) -> None:
+    """With forks, demonstrations and replayed groups: one mini-batch of all samples gives the bits of whole
+    groups, and several have the same gradients for any split into micro-batches.
+    """
+    policy = Policy(tiny_model(), OptimizerSettings(learning_rate=1e-3))
+    reference = policy.frozen_copy()
+    start = {name: one.clone() for name, one in policy.masters.items()}
+
+    def weights(objective: ObjectiveSettings, **chosen: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
+        traces = groups(3, rollouts=3, longest=12)
+        traces[2].is_replayed = True
+        for name, one in policy.masters.items():
+            one.copy_(start[name])
+        policy.fresh_optimizer()
+        report = update(
+            policy, traces, objective=objective, settings=UpdateSettings(max_logprob_gap=1e9, **chosen),
+            reference=reference if objective.kl_weight > 0 else None,
+        )  # fmt: skip
+        return {name: one.clone() for name, one in policy.masters.items()}, report.metrics
+
+    num_steps = set()
+    for objective in list(distinct_objectives().values())[nth::15]:
+        plain, wanted = weights(objective)
+        found, metrics = weights(objective, mini_batch_samples=9)
+        assert all(found[name].equal(one) for name, one in plain.items())
+        assert {name: metrics[name] for name in wanted} == wanted
+        _, metrics = weights(objective, mini_batch_samples=4)
+        _, others = weights(objective, mini_batch_samples=4, max_tokens=40)
+        num_steps.add(metrics["grad/num_steps"])
+        assert metrics["grad/num_steps"] == others["grad/num_steps"]
+        assert metrics["grad/norm"] == pytest.approx(others["grad/norm"], rel=1e-3)
+    assert max(num_steps) > 1

@@ -113,6 +113,14 @@ def test_different_panels_get_a_warning(tmp_path: Path) -> None:
     assert "panels differ" in report(run).text
 
 
+def test_a_weaker_success_rule_is_marked(tmp_path: Path, page: Page) -> None:
+    run = write_run(tmp_path / "run", num_steps=4)
+    config = run / "config.toml"
+    config.write_text(config.read_text() + 'success_at = "positive"\n')
+    mark = "Every final score above 0 counts as a success (environment.success_at = positive)."
+    assert mark in report(run).text and mark not in page.text
+
+
 def test_curves_carry_units_legends_and_what_was_not_recorded(page: Page) -> None:
     labels = [a["aria-label"] or "" for tag, a in page.elements if tag == "svg"]
     for title, unit in (

@@ -33,9 +33,10 @@ from outrider.algorithms.base import (
 )
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
+from outrider.config import Settings
 from outrider.errors import CheckpointError
 from outrider.seeding import stream
-from outrider.trace import Leaf, Trace
+from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def stored_copy(trace: Trace) -> Trace:
                 outcome=leaf.outcome,
                 episode_return=leaf.episode_return,
                 success=leaf.success,
+                intrinsic=leaf.intrinsic,
             )
         )
     return copy
@@ -96,7 +98,14 @@ def snapshot_groups(groups: Sequence[StoredGroup]) -> tuple[list[dict[str, Any]]
                 for node in group.trace.nodes
             ],
             "leaves": [
-                [leaf.rollout, leaf.node_id, leaf.outcome.value, leaf.episode_return, leaf.success]
+                [
+                    leaf.rollout,
+                    leaf.node_id,
+                    leaf.outcome.value,
+                    leaf.episode_return,
+                    leaf.success,
+                    *([leaf.intrinsic] if leaf.intrinsic else []),
+                ]
                 for leaf in group.trace.leaves.values()
             ],
         }
@@ -139,13 +148,14 @@ def restore_groups(
                 entropies=(0.0,) * own,
                 restarts=bool(restarts),
             )
-        for rollout, node, outcome, value, success in entry["leaves"]:
+        for rollout, node, outcome, value, success, *intrinsic in entry["leaves"]:
             leaf = Leaf(
                 node_id=node,
                 rollout=rollout,
                 outcome=Outcome(outcome),
                 episode_return=value,
                 success=success,
+                intrinsic=intrinsic[0] if intrinsic else 0.0,
             )
             trace.finish(leaf)
         groups.append(StoredGroup(step=entry["step"], trace=trace))
@@ -155,6 +165,30 @@ def restore_groups(
 def cosine_rise(step: int, num_steps: int) -> float:
     """Return (1 - cos(pi s / S)) / 2: 0 in step 0, 1 from step S = ``num_steps`` on (SPEAR)."""
     return (1.0 - math.cos(math.pi * min(step / num_steps, 1.0))) / 2.0
+
+
+class ToolBonusSettings(Settings):
+    """A bonus for tool calls, which falls over the training steps (SPEAR, arXiv 2509.22601). It is added to
+    the returns that advantages compare, and to no metric of returns. In a stateful environment, every valid
+    action is a call.
+    """
+
+    per_call: float = Field(0.1, gt=0)
+    """Bonus of a call that was executed in a valid turn."""
+    maximum: float = Field(1.0, gt=0)
+    """Most bonus of a rollout."""
+    fall_steps: int = Field(200, ge=1)
+    """Training steps in which the factor of the bonus falls from 1 to 0 along a cosine."""
+
+    def value(self, num_calls: int, *, step: int) -> float:
+        """Return ``min(maximum, per_call num_calls) (1 + cos(pi s / S)) / 2`` for step s (0-based)."""
+        return min(self.maximum, self.per_call * num_calls) * (1.0 - cosine_rise(step, self.fall_steps))
+
+
+def num_valid_calls(path: Sequence[Node], *, counts_actions: bool) -> int:
+    """Return the number of tool calls, or of actions, in the valid turns of the policy."""
+    valid = [node for node in path if node.trainable and not node.metadata.get("invalid")]
+    return sum(1 if counts_actions else node.metadata.get("num_tool_calls", 0) for node in valid)
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -173,8 +207,8 @@ class RolloutReplaySettings(ObjectiveSettings):
     tasks in the usual ``order``, or by ``difficulty``: a running mean of that reward. ``preset`` sets the
     defaults of all keys that you leave out.
 
-    Three settings are SPEAR's (arXiv 2509.22601): ``replayed_rollouts``, ``replay_baseline`` and
-    ``replay_rise_steps``.
+    Four settings are SPEAR's (arXiv 2509.22601): ``replayed_rollouts``, ``replay_baseline``,
+    ``replay_rise_steps`` and ``bonus``.
     """
 
     presets = PRESETS
@@ -203,6 +237,8 @@ class RolloutReplaySettings(ObjectiveSettings):
     """
     replay_rise_steps: int | None = Field(None, ge=1)
     """Steps in which the weight of the replayed loss rises from 0 to 1 along a cosine (None: always 1)."""
+    bonus: ToolBonusSettings | None = None
+    """A bonus for tool calls that falls over the training steps; None: off."""
 
     @model_validator(mode="after")
     def _validate(self) -> "RolloutReplaySettings":
@@ -212,6 +248,8 @@ class RolloutReplaySettings(ObjectiveSettings):
                 "replay_baseline = median compares returns, and advantage = pass_at_k reads successes: set "
                 "replay_baseline = group"
             )
+        if self.bonus is not None and self.advantage == "pass_at_k":
+            raise ValueError("advantage = pass_at_k counts successes only: remove [algorithm.bonus]")
         if (distill := self.distill) is not None and distill.plays != "unhelped" and distill.pairs == "none":
             raise ValueError(
                 f"distill.plays = {distill.plays} trains rollouts without the help that they were shown, and "
@@ -273,18 +311,31 @@ class RolloutReplay(OnPolicyGroup):
     Settings = RolloutReplaySettings
     settings: RolloutReplaySettings
 
-    def __init__(self, settings: RolloutReplaySettings, *, groups_per_step: int, seed: int) -> None:
+    def __init__(
+        self,
+        settings: RolloutReplaySettings,
+        *,
+        groups_per_step: int,
+        seed: int,
+        counts_actions: bool = False,
+    ) -> None:
         super().__init__(settings)
         self.stored: list[StoredGroup] = []
         self.estimates: dict[str, float] = {}
         self.group_means: list[float] = []
         self._groups_per_step = groups_per_step
         self._seed = seed
+        self._counts_actions = counts_actions
 
     @classmethod
     def build(cls, settings: RolloutReplaySettings, context: AlgorithmContext) -> "RolloutReplay":
         """Build the algorithm for a run."""
-        return cls(settings, groups_per_step=context.groups_per_step, seed=context.seed)
+        return cls(
+            settings,
+            groups_per_step=context.groups_per_step,
+            seed=context.seed,
+            counts_actions=context.is_stateful,
+        )
 
     def num_fresh(self, step: int) -> int:
         """Return how many groups of a step are sampled, at least one."""
@@ -316,8 +367,23 @@ class RolloutReplay(OnPolicyGroup):
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
         """Return stored groups, with the advantages of their replay."""
+        bonuses = self._add_bonus(traces, step=step)
         replayed, metrics = self.replay(traces, step=step)
+        if bonuses:
+            metrics["replay/tool_bonus_mean"] = fmean(bonuses)
         return Augmentation(groups=replayed, metrics=metrics)
+
+    def _add_bonus(self, traces: Sequence[Trace], *, step: int) -> list[float]:
+        """Write the bonus of every fresh rollout, before its advantages and before it is stored."""
+        if (bonus := self.settings.bonus) is None:
+            return []
+        bonuses = []
+        for trace in traces:
+            for leaf, path in trace.scored_rollouts():
+                num_calls = num_valid_calls(path, counts_actions=self._counts_actions)
+                leaf.intrinsic = bonus.value(num_calls, step=step)
+                bonuses.append(leaf.intrinsic)
+        return bonuses
 
     def assign_advantages(self, trace: Trace) -> GroupAdvantages:
         """Assign group-normalised returns, as recorded when the group was sampled, to every policy token."""

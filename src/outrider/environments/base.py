@@ -274,8 +274,11 @@ class TaskLists(Settings):
     input_paths: ClassVar[frozenset[str]] = frozenset({"train", "valid", "test"})
 
     train: Path | None = None
+    """Keys of the training tasks."""
     valid: Path | None = None
+    """Keys of the validation tasks."""
     test: Path | None = None
+    """Keys of the test tasks."""
 
 
 class EnvironmentSettings(Settings):

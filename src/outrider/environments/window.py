@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, Protocol
+from typing import ClassVar, Final, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -207,7 +207,7 @@ class WindowedSettings(EnvironmentSettings):
     """``chat``: the conversation grows with every turn. ``window``: every turn has a prompt of its own with
     the last steps, and is one training sample.
     """
-    window: Annotated[WindowSettings, Field(default_factory=WindowSettings)]
+    window: WindowSettings = Field(default_factory=WindowSettings)
 
     @model_validator(mode="after")
     def _validate_window(self) -> "WindowedSettings":
@@ -376,8 +376,8 @@ class WindowEpisode(ExternalAgent):
             invalid = not parsed.valid or (self._settings.parse == "strict" and result.invalid)
             refused = result.refused or (result.invalid and not invalid)
             self._world_observation = text = result.text
-            message = Message(role="user", content=text) if result.observations else None
-            result = replace(result, message=message, messages=(), invalid=invalid, refused=refused)
+            observation = Message(role="user", content=text) if result.observations else None
+            result = replace(result, message=observation, messages=(), invalid=invalid, refused=refused)
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(

@@ -21,7 +21,7 @@ from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Est
 from outrider.files import replace_file
 from outrider.printing import FittedTable, is_graded, one_line, points, score
 from outrider.protocols import COMPARABLE, all_points
-from outrider.viewer.report import page_template
+from outrider.viewer.report import page_template, score_mark
 from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
@@ -61,6 +61,7 @@ def notes(comparison: Comparison) -> list[str]:
         *comparison.notes,
         *(f"{run.name} has no evaluation: its group has no score" for run in runs if not run.evaluations),
     ]
+    messages += [f"{run.name}: {mark}" for run in runs if (mark := score_mark(run.config))]
     if len(comparison.groups) == 1:
         messages.append("all runs have one configuration: there is nothing to compare but their seeds")
     scored = [run for run in runs if run.evaluations]

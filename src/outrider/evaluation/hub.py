@@ -38,6 +38,7 @@ from outrider.training.run_dir import RECORD, recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Trajectory
 from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, rows_to_table, step_file
+from outrider.viewer.report import score_mark
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 CARD: Final = "README.md"
@@ -283,6 +284,7 @@ def model_card(
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if license_name else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),
+        score_mark(run.config),
         _protocol(settings),
         _loading(repo, settings, template),
         "## Recipe\n\nWhat is not at its default; texts that may name a path, an address or a person are "

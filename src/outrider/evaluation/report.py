@@ -52,6 +52,7 @@ class Score:
 class EvalTasksReport:
     """``summary`` with the settings and identity of the evaluation. ``num_requested`` is the number of
     requested samples. ``num_unjudged`` counts the faults of the judge alone, whose answers are stored.
+    ``score_mark`` says what success means, if that is weaker than the benchmark's rule.
     ``first_faults`` are examples of faults for display.
     """
 
@@ -68,6 +69,7 @@ class EvalTasksReport:
     deviations: tuple[str, ...]
     summary: EvalTasksSummary
     first_faults: tuple[SampleResult, ...] = ()
+    score_mark: str = ""
 
     @property
     def num_faults(self) -> int:
@@ -107,12 +109,13 @@ class EvalTasksReport:
             **{name: _finite(value) for name, value in numbers.items()},
             "identity": dict(self.identity), "deviations": list(self.deviations),
             "task_scores": dict(summary.task_scores),
+            **({"score_mark": self.score_mark} if self.score_mark else {}),
         }  # fmt: skip
 
     def table(self) -> FittedTable:
         """The scores."""
         title = f"{self.name}, {self.num_tasks} tasks"
-        table = FittedTable("score", "value [95 % interval]", "tasks", title=title)
+        table = FittedTable("score", "value [95 % interval]", "tasks", title=title, caption=self.score_mark)
         for entry in self.scores:
             name = entry.name if entry.is_share else f"{entry.name} (no share)"
             table.add_row(Text(name), Text(entry.text), str(entry.num_tasks))
@@ -215,6 +218,9 @@ def build_report(
         has_tools=settings.tools != "off"
         and settings.environment is not None
         and settings.environment.calls_tools,
+        score_mark=""
+        if settings.environment is None or scorer is not None
+        else settings.environment.score_mark,
         identity=identity,
         deviations=() if scorer is None else rules.deviations,
         summary=summarise_samples(results, settings.num_samples, rules=rules),

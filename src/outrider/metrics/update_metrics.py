@@ -371,6 +371,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "stable", "replay/num_groups"),
         ("loss_weight", "1", "weight of the replayed loss, if algorithm.replay_rise_steps is set",
          "rises to 1", "algorithm.replay_rise_steps"),
+        ("tool_bonus_mean", "reward", "mean bonus for tool calls of the fresh rollouts (algorithm.bonus); in "
+         "no return", "falls to 0", "algorithm.bonus.fall_steps"),
         ("num_stored", "groups", "groups in the buffer after this step", "up to algorithm.buffer_size",
          "algorithm.buffer_size"),
         ("age_mean", "steps", "mean age of the replayed groups", "stable", "algorithm.buffer_size"),

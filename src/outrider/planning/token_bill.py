@@ -56,7 +56,7 @@ def token_bill(
         for shows in (True, False)
     )
     forms = {_window_name(k): make_task_set(_with_window(settings, k, num_turns + 1)) for k in windows}
-    thought = _thought(renderer, num_thought_tokens)
+    thought = thought_text(renderer, num_thought_tokens)
     totals: dict[int, dict[str, list[int]]] = {n: {} for n in turns}
     prompts: dict[str, list[int]] = {name: [] for name in forms}
     num_played = 0
@@ -75,7 +75,7 @@ def token_bill(
             counts[name] = _sums([sum(sample) for sample in samples])
         for label, task_set in (("lists", listed), ("no lists", plain)):
             traces = trace_lengths(task_set, task, replies, renderer)
-            counts[f"a row per turn, whole chat, {label}"] = _sums(traces)
+            counts[f"chat of every turn, {label}"] = _sums(traces)
             counts[f"one trace, {label}"] = traces
         counts["written by the policy"] = _sums([num for _, num in samples])
         for n in turns:
@@ -151,7 +151,7 @@ def _window_name(num_steps: int) -> str:
     return "window of all steps" if num_steps == ALL_STEPS else f"window of {num_steps}"
 
 
-def _thought(renderer: ChatRenderer, num_tokens: int) -> str:
+def thought_text(renderer: ChatRenderer, num_tokens: int) -> str:
     """A thought of so many tokens between its tags; empty for 0."""
     if not num_tokens:
         return ""

@@ -28,7 +28,7 @@ from outrider.algorithms.distill_losses import (
     scaled_advantages,
 )
 from outrider.algorithms.losses import Measures
-from outrider.trace import Node, without_memory
+from outrider.trace import Node, split_contexts, without_memory
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.policy import (
     FullTeacher,
@@ -105,6 +105,15 @@ def score_other(
         columns[each.name] = None if values[0] is None else torch.cat(values)
     device = scores[0].logprobs_T.device
     return OtherScores(keys_S=torch.cat(keys)[order], scores=TokenScores(**columns).select(order.to(device)))
+
+
+def until_last_turn(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes without those behind the last turn of each context, which predict nothing."""
+    scored: list[Node] = []
+    for context in split_contexts(nodes):
+        last = max((number for number, node in enumerate(context) if node.receives_advantages), default=0)
+        scored += context[: last + 1]
+    return scored
 
 
 def other_rendering(path: RolloutPath, settings: DistillSettings) -> Sequence[Node] | None:

@@ -36,7 +36,7 @@ from outrider.algorithms.sampler_correction import (
 )
 from outrider.errors import EngineFault
 from outrider.seeding import stream
-from outrider.trace import Node, Trace, split_contexts, with_help, without_memory
+from outrider.trace import Node, Trace, split_contexts, with_help, without_memory, without_open_prompt
 from outrider.training.distill_term import (
     DistillTerm,
     OtherScores,
@@ -46,6 +46,7 @@ from outrider.training.distill_term import (
     rollouts_with_term,
     score_other,
     term_mask,
+    until_last_turn,
 )
 from outrider.training.packing import PackedBatch, RolloutPath, advantages_by_rollout
 from outrider.training.policy import (
@@ -343,9 +344,10 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
     paths: list[RolloutPath] = []
     for group, trace in enumerate(traces):
-        for leaf, path in trace.scored_rollouts():
+        for leaf, whole_path in trace.scored_rollouts():
             if leaf.rollout in trace.pruned:  # not numbered: it counts in no denominator
                 continue
+            path = without_open_prompt(whole_path)
             # A rollout that saw no tips has one rendering: it is on-policy.
             drops_tips = trace.without_memory and any(node.origin is Origin.MEMORY for node in path)
             paths.append(
@@ -480,9 +482,10 @@ class _Update:
         if is_one_pass:
             term.teacher = mini_batch.with_tips
         else:
+            nodes = [other_rendering(path, settings) for path in own]
             renderings = [
-                (path, other_rendering(path, settings) if term.has_term_R[path.rollout_index] else None)
-                for path in own
+                (path, until_last_turn(other) if other and term.has_term_R[path.rollout_index] else None)
+                for path, other in zip(own, nodes, strict=True)
             ]
             term.teacher = score_other(
                 self.teacher, policy.ranks, renderings, max_tokens=max_tokens, support=support

@@ -186,6 +186,13 @@ def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
     return _WITHOUT.replace("held-out tasks", task_kind)
 
 
+def score_mark(config: Mapping[str, str]) -> str:
+    """A sentence for scores of a run whose success rule is weaker than the benchmark's."""
+    if config.get("environment.success_at") != "positive":
+        return ""
+    return "Every final score above 0 counts as a success (environment.success_at = positive)."
+
+
 def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
     """A table per split for the template: ``rows`` are (metric, one cell per column), ``columns`` the labels
     with their details. If a label was evaluated several times, the table has the last result.
@@ -214,7 +221,7 @@ def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
         tables.append(
             {
                 "split": name_of_set,
-                "played": _describe_conditions(run, columns),
+                "played": f"{_describe_conditions(run, columns)} {score_mark(run.config)}".rstrip(),
                 "columns": [(evaluation.label, _head(run, evaluation)) for evaluation in columns],
                 "rows": rows,
                 "warning": "The panels differ: these columns were not measured on the same tasks."

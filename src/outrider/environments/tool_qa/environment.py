@@ -253,6 +253,11 @@ def waiting_s(tools: Sequence[ToolName], num_concurrent: int) -> float:
     return max(own, default=0.0)
 
 
+def _may_search(entry: ToolName) -> bool:
+    """Whether an entry has the tag ``search``, as far as that is known without asking a server."""
+    return issubclass(_tool_class(entry), ToolGroup) or "search" in _lines(entry)
+
+
 def _lines(entry: ToolName) -> Mapping[str, str]:
     """The line of each tool of an entry, by tag name. Raises ValueError for a class that has none."""
     cls = _tool_class(entry)
@@ -322,8 +327,7 @@ class ToolsConfig(SearchSettings):
         validate_tools(self.tools, self.result_tag)
         if "search" in self.tools and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
-        names = [name for tool in self.tools for name in _lines(tool)]
-        if self.context == "window" and "search" not in names:
+        if self.context == "window" and not any(map(_may_search, self.tools)):
             raise ValueError('context = "window" plays searches: add the tool search to tools')
         return self
 
