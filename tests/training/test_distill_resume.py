@@ -26,7 +26,7 @@ def test_a_killed_run_with_an_averaged_teacher_ends_in_the_same_bits(tmp_path: P
 
 
 def test_a_killed_run_with_retrieved_help_ends_in_the_same_bits(tmp_path: Path) -> None:
-    """Two rollouts of a group retrieve themselves; the teacher of the others reads steps before every turn."""
+    """Two rollouts of a group retrieve; the teacher of the others reads steps before every turn."""
     recipe = write_tool_run(tmp_path / "data")
     whole = begin(
         recipe, tmp_path / "run", "algorithm.distill.help=retrieved", "algorithm.distill.place=turn",
