@@ -230,6 +230,7 @@ _SET: Final[dict[str, Any]] = {
 _ROOM: Final[dict[str, Any]] = {
     "rollout.max_turn_tokens": 96, "rollout.max_response_tokens": 16_000,
 }  # fmt: skip
+_WINDOW: Final = 24_000  # tokens of a prompt that is built anew, with one token per character
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
 # settings of environment, algorithm and engine, at any depth
 _LIMITS_BY_NAME: Final[Mapping[str, int]] = {
@@ -261,6 +262,8 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     for section in ("environment", "algorithm", "engine"):
         if section not in overrides:
             overrides |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
+    if settings.environment.rebuilt_prompt_tokens is not None:
+        overrides["environment.window.max_prompt_tokens"] = _WINDOW
     overrides |= (files := dict(_files(tree["environment"], names)))
     if stages := _stages(tree["train"], is_replaced=bool(files)):  # their patterns may name any training task
         overrides = {key: value for key, value in overrides.items() if key not in _SIZES} | stages

@@ -33,6 +33,11 @@ BODY: Final = "body"
 without those of the chat template. Written only if the update trains on these tokens (``observation_nll``).
 """
 
+REBUILT: Final = "rebuilt"
+"""Key of an environment node's metadata: its ids are a whole prompt, built anew for this turn. The message is
+the observation in it. The rollout's budget of tokens starts again behind it.
+"""
+
 
 @dataclass(slots=True, kw_only=True)
 class Node:
@@ -71,6 +76,11 @@ class Node:
     def trainable(self) -> bool:
         """Whether the policy wrote these tokens."""
         return self.origin is Origin.POLICY
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether the tokens are a prompt: that of an episode, or one that was built anew for a turn."""
+        return self.origin is Origin.PROMPT or REBUILT in self.metadata
 
     @property
     def receives_advantages(self) -> bool:
@@ -260,6 +270,11 @@ class Trace:
 def without_memory(path: Sequence[Node]) -> list[Node]:
     """Return the path without tips."""
     return [node for node in path if node.origin is not Origin.MEMORY]
+
+
+def without_open_prompt(path: Sequence[Node]) -> Sequence[Node]:
+    """Return the path without a prompt at its end that was built for a turn that did not follow."""
+    return path[:-1] if path and REBUILT in path[-1].metadata else path
 
 
 def with_help(path: Sequence[Node], insertions: Sequence[Insertion]) -> list[Node]:

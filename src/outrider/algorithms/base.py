@@ -215,6 +215,11 @@ class ObjectiveSettings(Settings):
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
                 f"environment.reward.format_penalty = 0 (now {penalty:g})"
             )
+        if self.observation_nll > 0 and run.environment.rebuilt_prompt_tokens is not None:
+            raise ValueError(
+                "algorithm.observation_nll needs observations behind the turn that they answer, and "
+                'environment.context = "window" shows them in the next prompt: set 0'
+            )
         if self.observation_nll > 0 and run.environment.keeps_conversations:
             raise ValueError(
                 "algorithm.observation_nll needs observations that the environment returns, and "

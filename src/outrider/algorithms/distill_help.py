@@ -41,7 +41,7 @@ from outrider.rollout.hooks import (
 )
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts
+from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts, without_open_prompt
 from outrider.types import Message, Origin, Step, Task
 
 HELPED: Final = "helped"
@@ -295,16 +295,17 @@ class HelpHook(Hook):
         sources: Sequence[HelpSource],
     ) -> None:
         is_repeated = self.settings.place == "first"  # one text in all contexts
+        trained = without_open_prompt(path)
         rooms = [
             self.context_length - sum(len(node.token_ids) for node in context)
-            for context in split_contexts(path)
+            for context in split_contexts(trained)
         ]
         rooms = [min(rooms)] * len(rooms) if is_repeated else rooms
         insertions: list[Insertion] = []
         parts: list[_Part] = []
         shown: list[int] = []
         number, insertion = 0, None
-        for node, offset in help_positions(path, renderer.opening, place=self.settings.place):
+        for node, offset in help_positions(trained, renderer.opening, place=self.settings.place):
             number += node.restarts
             if not (is_repeated and parts):
                 before = path[: path.index(node) + 1]

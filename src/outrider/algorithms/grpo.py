@@ -55,7 +55,7 @@ from outrider.config import Settings
 from outrider.rollout.hooks import ON_POLICY, Hook
 from outrider.rollout.settings import Limits
 from outrider.trace import Leaf, Node, Trace
-from outrider.types import Origin, Task
+from outrider.types import Task
 
 if TYPE_CHECKING:
     from outrider.training.settings import RunSettings
@@ -162,7 +162,7 @@ class GroupSettings(ObjectiveSettings):
         """
         super().validate_run(run)
         if self.overlong is not None:
-            self.overlong.bounds(run.rollout.max_response_tokens)
+            self.overlong.bounds(run.max_rollout_tokens)
         if self.prefix is not None:
             self.prefix.validate_run(run)
 
@@ -304,7 +304,7 @@ class OnPolicyBatch(OnPolicyGroup):
                     length = sum(
                         len(node.token_ids)
                         for node in path
-                        if node.trainable or (counts_all and node.origin is not Origin.PROMPT)
+                        if node.trainable or (counts_all and not node.is_prompt)
                     )
                     shaping += overlong_penalty(
                         length=length, max_length=longest, buffer=buffer, factor=overlong.factor

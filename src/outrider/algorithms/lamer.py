@@ -92,6 +92,11 @@ class LamerSettings(ObjectiveSettings):
     def validate_run(self, run: "RunSettings") -> None:
         """Raise ValueError if the environment or the rendering has no second episode in a rollout."""
         super().validate_run(run)
+        if run.environment.rebuilt_prompt_tokens is not None:
+            raise ValueError(
+                "algorithm.type = lamer shows reflections in later episodes of a rollout, and "
+                'environment.context = "window" builds every prompt anew: set environment.context = "chat"'
+            )
         if run.environment.keeps_conversations:
             raise ValueError(
                 "algorithm.type = lamer starts episodes again inside a rollout, and environment.type = "

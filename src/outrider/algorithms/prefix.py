@@ -57,6 +57,11 @@ class PrefixSettings(Settings):
                 f"algorithm.prefix needs experts, and environment.type = {environment.type} has none: remove "
                 "[algorithm.prefix], or write a method `expert` (docs/environments.md)"
             )
+        if environment.rebuilt_prompt_tokens is not None:
+            raise ValueError(
+                'algorithm.prefix begins conversations for the policy, and environment.context = "window" '
+                'builds every prompt anew: set environment.context = "chat", or remove [algorithm.prefix]'
+            )
         if environment.keeps_conversations:
             raise ValueError(
                 f"algorithm.prefix goes without environment.type = {environment.type}, whose program manages "

@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from outrider.config import require_paths
+from outrider.config import require_paths, shown_path
 from outrider.engines.base import find_model
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, open_episode
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
 from outrider.seeding import reset_seed
@@ -120,6 +121,10 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
     require_installed(settings.trackers)
     if settings.trackers:
         yield f"trackers: {', '.join(settings.trackers)}"
+    environment = settings.environment
+    if isinstance(environment, WindowedSettings) and environment.context == "window":
+        unused, folder_name = environment.templates().unused_fields, shown_path(environment.prompt_folder)
+        yield f"prompts: {folder_name}; fields that they do not use: {', '.join(unused) or 'none'}"
     model_source, folder = find_model(settings.model.name)
     if not settings.environment.starts_quickly:
         yield (
@@ -176,7 +181,8 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
             demonstrations = read_demonstrations(file, train, settings.environment)
             num_demonstrated = sum(demonstrations.get(task.key) is not None for task in train)
             yield f"{key}: {num_demonstrated} of {len(train)} training tasks have one"
-    if settings.environment.keeps_conversations:
+    environment = settings.environment
+    if environment.keeps_conversations and environment.rebuilt_prompt_tokens is None:
         yield "first prompt: written by the program; outrider prompt RECIPE starts it"
         return None
     factory = _call_plugin("the environment cannot start", task_set.make)
@@ -220,12 +226,19 @@ def work_lines(settings: "RunSettings") -> list[str]:
         return [*lines, "no training step (train.num_steps = 0)"]
     num_rollouts = train.tasks_per_step * settings.algorithm.group_size
     num_updates = settings.update.num_mini_batches * settings.update.num_epochs
-    max_tokens = settings.rollout.max_response_tokens
+    max_tokens = settings.max_rollout_tokens
     lines.append(
         f"a step: {train.tasks_per_step} groups of {settings.algorithm.group_size} rollouts "
         f"({num_rollouts}), at most {num_rollouts * max_tokens:,} response tokens ({max_tokens:,} each), "
         f"{num_updates} update{'s' * (num_updates > 1)} of the weights"
     )
+    if (prompt_tokens := settings.environment.rebuilt_prompt_tokens) is not None:
+        num_samples = num_rollouts * settings.rollout.max_turns
+        longest = prompt_tokens + settings.rollout.max_turn_tokens
+        lines.append(
+            f"every turn is a sample: at most {num_samples:,} a step, of at most {longest:,} tokens "
+            "(environment.window.max_prompt_tokens + rollout.max_turn_tokens)"
+        )
     budget, every = train.max_policy_tokens, train.checkpoint_every
     limit = f", or {budget:,} policy tokens" if budget else ""
     lines.append(

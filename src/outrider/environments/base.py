@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from decimal import Decimal
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -321,6 +322,19 @@ class EnvironmentSettings(Settings):
         """Whether environments are :class:`~outrider.environments.conversations.ExternalAgent` objects."""
         return False
 
+    @property
+    def rebuilt_prompt_tokens(self) -> int | None:
+        """Most tokens of a prompt, if every turn has a prompt of its own; None if conversations grow."""
+        return None
+
+    def input_files(self) -> Mapping[str, Path]:
+        """Files whose contents influence the run, by name, beside those of fields of type Path."""
+        return {}
+
+    def adapt_task_set(self, task_set: "TaskSet") -> "TaskSet":
+        """Return the task set that the run uses, for settings that change how an environment is played."""
+        return task_set
+
 
 class Env(Protocol):
     """One episode, as the rollout loop steps it. Users write an
@@ -439,6 +453,11 @@ class Episode:
         self.actions: list[str] = []
         self.results: list[StepResult] = []
         self.ends_with_answer = False
+
+    @property
+    def opening(self) -> str:
+        """Text of the prompt, without the descriptions of tools."""
+        return "\n".join(message.content for message in self.prompt)
 
     @property
     def tools(self) -> Sequence[ToolSchema]:
@@ -611,8 +630,15 @@ class ExternalEpisode(Episode):
     def request(self) -> Conversation:
         return self.environment.request
 
+    @property
+    def opening(self) -> str:
+        return self.environment.opening or super().opening
+
     def read(self, text: str) -> Message:
         return self._guarded(lambda: self.environment.read(text))
+
+    def convert(self, text: str) -> str:
+        return self._guarded(lambda: self.environment.convert(text))
 
     def set_sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Pass log-probs and token bytes of the next turn to the program; call this before :meth:`read`."""
@@ -731,7 +757,7 @@ def require_tasks(config: Any) -> None:
 
 def make_task_set(config: EnvironmentSettings) -> TaskSet:
     """Build the task set that ``config.type`` names."""
-    return cast(TaskSet, build("environments", config, None))
+    return config.adapt_task_set(cast(TaskSet, build("environments", config, None)))
 
 
 def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
@@ -1074,10 +1100,18 @@ class EnvironmentEpisode:
         return _messages(prompt, "user", "what reset returned")
 
     def step(self, message: Message) -> StepResult:
+        return self._execute(self.environment.step, message)
+
+    def act(self, command: str) -> StepResult:
+        """Execute a command without markup (:class:`outrider.environments.window.CommandWorld`)."""
+        environment: Any = self.environment
+        return self._execute(environment.act, Message(role="assistant", content=command))
+
+    def _execute(self, step: Callable[[str], object], message: Message) -> StepResult:
         if self._is_over:
             raise RuntimeError(f"the episode of {type(self.environment).__qualname__} has ended")
         self.environment.turn = message
-        answer = _finished(self.environment.step(message.content), "step")
+        answer = _finished(step(message.content), "step")
         if isinstance(answer, tuple) and len(answer) == 3:
             observation, reward, done = answer
             messages = () if observation is None else self._observations(observation)

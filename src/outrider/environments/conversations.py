@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLimit:
+    """The limit of a prompt that is built anew for every turn, so that every turn has a context of its own.
+
+    Attributes:
+        max_tokens: maximum number of tokens of the rendered prompt.
+        overflow: what happens to a longer prompt. ``left`` and ``right`` cut tokens at this side, ``error``
+            stops the run, and anything else refuses the request, so that the environment sends a shorter one.
+    """
+
+    max_tokens: int
+    overflow: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """A request to the policy.
 
@@ -25,6 +39,8 @@ class Conversation:
         max_tokens: maximum number of tokens of the turn; None: the rollout's own limit.
         stop: stop strings of the turn.
         single_call: whether the program accepts at most one tool call per turn.
+        prompt_limit: the limit of this prompt, if it is built anew for every turn. The rollout's budget of
+            tokens then applies to every context of its own.
     """
 
     messages: tuple[Message, ...]
@@ -32,6 +48,7 @@ class Conversation:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     single_call: bool = False
+    prompt_limit: PromptLimit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +128,13 @@ class ExternalAgent:
 
     Each request to the policy contains a whole conversation, as a request to a server does. The rollout
     determines which part of it an earlier context contains and reuses those token ids.
+
+    Attributes:
+        opening: text of the first observation, which the trace stores for the first request. Empty: the
+            messages of that request.
     """
 
+    opening: str = ""
     if TYPE_CHECKING:  # attributes or properties of subclasses
 
         @property
@@ -133,6 +155,10 @@ class ExternalAgent:
     def read(self, text: str) -> Message:
         """Parse a turn into the message that the program receives and adds to its history."""
         return Message(role="assistant", content=text)
+
+    def convert(self, text: str) -> str:
+        """Convert a turn of an expert or a recorded one to the form that this program expects."""
+        return text
 
     def sampled(self, turn: SampledTurn | ServedTurn) -> None:
         """Called before ``read`` and ``step`` with data about the turn from the policy or the endpoint.

@@ -16,13 +16,13 @@ from pydantic import Field, model_validator
 from outrider.config import Settings
 from outrider.environments.base import (
     Environment,
-    EnvironmentSettings,
     StepResult,
     known_split,
     require_tasks,
     split_size,
 )
 from outrider.environments.text_games import STOP, parse_action, render_action
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError
 from outrider.seeding import stream
 from outrider.types import Task
@@ -145,10 +145,11 @@ def make_house(settings: HouseSettings, seed: int, split: str, index: int) -> Ho
     )
 
 
-class HouseConfig(EnvironmentSettings):
+class HouseConfig(WindowedSettings):
     """Which houses there are. If you increase their number, the first ones stay the same."""
 
     reports_metrics: ClassVar[bool] = False  # calls and invalid actions have metrics of their own
+    own_prompt: ClassVar[str] = "house"
 
     type: Literal["house"] = "house"
     house: HouseSettings = HouseSettings()
@@ -221,20 +222,22 @@ class HouseEnvironment(Environment):
         self.opened: frozenset[str] = frozenset()  # rooms whose furniture is open
         self.carried: frozenset[str] = frozenset()
         self.metrics = dict.fromkeys(("num_moves", "num_turns", "num_invalid", "num_refused"), 0.0)
-        return f"{PROMPT}\n{self.view()}"
+        self.opening, self.task_text = self.view(), f"Find the {self.goal}."
+        return f"{PROMPT}\n{self.opening}"
 
     def step(self, action: str) -> StepResult:
-        """Execute ``go``, ``open`` or ``take``, each with a noun."""
-        self.metrics["num_turns"] += 1
+        """Execute the command between the tags."""
         command, problem = parse_action(action)
+        return self._invalid(problem) if problem else self.act(command)
+
+    def act(self, command: str) -> StepResult:
+        """Execute ``go``, ``open`` or ``take``, each with a noun."""
         verb, _, noun = command.partition(" ")
         methods = {"go": self._go, "open": self._open, "take": self._take}
-        if not problem and not (verb in methods and noun):
-            problem = "The commands are go ROOM, open FURNITURE and take THING."
-        if problem:
-            self.metrics["num_invalid"] += 1
-            return StepResult(message=problem, invalid=True)
+        if not (verb in methods and noun):
+            return self._invalid("The commands are go ROOM, open FURNITURE and take THING.")
         text, refused = methods[verb](noun)
+        self.metrics["num_turns"] += 1
         self.metrics["num_moves"] += 1
         self.metrics["num_refused"] += refused
         won = self.goal in self.carried
@@ -246,6 +249,18 @@ class HouseEnvironment(Environment):
             refused=refused,
             truncated=truncated,
         )
+
+    def admitted(self) -> tuple[str, ...]:
+        """The commands that are possible now, sorted."""
+        furniture, thing = self.plan.furniture.get(self.room), self._visible()
+        commands = [f"go {room}" for room in self.plan.doors(self.room)]
+        commands += [f"open {furniture}"] if furniture else []
+        return tuple(sorted([*commands, *([f"take {thing}"] if thing else ())]))
+
+    def _invalid(self, problem: str) -> StepResult:
+        self.metrics["num_turns"] += 1
+        self.metrics["num_invalid"] += 1
+        return StepResult(message=problem, invalid=True)
 
     def view(self) -> str:
         """What the player sees."""

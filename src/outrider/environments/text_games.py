@@ -6,7 +6,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, Protocol, Self
 
 from outrider.environments.base import Environment, EpisodeResult, StepResult
@@ -122,6 +122,7 @@ class TextGame(Environment):
     def __init__(self, settings: object = None, shared: object = None) -> None:
         super().__init__(settings, shared)
         self.game: Game | None = None
+        self.opening = ""
         self._counters = dict.fromkeys(_COUNTERS, 0.0)
         self._reply = Reply(text="")
         self._is_over = False
@@ -143,48 +144,75 @@ class TextGame(Environment):
             self._counters = dict.fromkeys(_COUNTERS, 0.0)
             self._reply, self._is_over = Reply(text=""), False
             self.game = game = self.open_game()
+            self.opening = game.opening
             self._counters["max_score"] = float(game.max_score)
             return self.prompt + game.opening + self._listing(game)
 
     def step(self, action: str) -> StepResult:
+        """Execute the command between the tags, and append the list of commands to the observation."""
         with self._exclusive():
-            if self._is_over:
-                raise RuntimeError(f"the {self.title} episode has ended")
-            if self.game is None:
-                raise EnvironmentFault(f"the {self.title} environment has no game; call reset first")
-            counters, game = self._counters, self.game
-            counters["num_turns"] += 1
+            game = self._running_game()
             command, problem = parse_action(action)
             problem = problem or self.find_problem(command)
             if problem:
-                counters["num_invalid"] += 1
-                return StepResult(message=problem, invalid=True)
-            before, reply = self.value, game.act(command)
-            self._reply = reply
-            invalid, refused = self.classify(command, reply)
-            truncated = not (reply.won or reply.lost) and counters["num_moves"] + 1 >= self.settings.max_moves
-            counters["num_moves"] += 1
-            counters["num_invalid"] += invalid
-            counters["num_refused"] += refused
-            counters |= {
-                "score": float(reply.score),
-                "lost": float(reply.lost),
-                "cut_by_moves": float(truncated),
-            }
-            self._is_over = reply.won or reply.lost or truncated
-            text = reply.text or "Nothing happens."
-            if self._is_over:
-                self._end_game()
-            else:
-                text += self._listing(game)
-            return StepResult(
-                message=text,
-                reward=self.value - before,
-                done=self._is_over,
-                invalid=invalid,
-                refused=refused,
-                truncated=truncated,
-            )
+                return self._not_executed(problem)
+            result = self._execute(game, command)
+            return result if result.done else replace(result, message=result.text + self._listing(game))
+
+    def act(self, command: str) -> StepResult:
+        """Execute a command without tags. The observation has no list of commands."""
+        with self._exclusive():
+            game, command = self._running_game(), " ".join(command.split())
+            problem = self.find_problem(command)
+            return self._not_executed(problem) if problem else self._execute(game, command)
+
+    def admitted(self) -> tuple[str, ...]:
+        """The commands that are possible now."""
+        with self._exclusive():
+            return () if self.game is None else self.game.commands()
+
+    @property
+    def task_text(self) -> str:
+        """The goal in one line."""
+        return self.task.question
+
+    def _running_game(self) -> Game:
+        """The game of a new turn."""
+        if self._is_over:
+            raise RuntimeError(f"the {self.title} episode has ended")
+        if self.game is None:
+            raise EnvironmentFault(f"the {self.title} environment has no game; call reset first")
+        self._counters["num_turns"] += 1
+        return self.game
+
+    def _not_executed(self, problem: str) -> StepResult:
+        self._counters["num_invalid"] += 1
+        return StepResult(message=problem, invalid=True)
+
+    def _execute(self, game: Game, command: str) -> StepResult:
+        counters, before, reply = self._counters, self.value, game.act(command)
+        self._reply = reply
+        invalid, refused = self.classify(command, reply)
+        truncated = not (reply.won or reply.lost) and counters["num_moves"] + 1 >= self.settings.max_moves
+        counters["num_moves"] += 1
+        counters["num_invalid"] += invalid
+        counters["num_refused"] += refused
+        counters |= {
+            "score": float(reply.score),
+            "lost": float(reply.lost),
+            "cut_by_moves": float(truncated),
+        }
+        self._is_over = reply.won or reply.lost or truncated
+        if self._is_over:
+            self._end_game()
+        return StepResult(
+            message=reply.text or "Nothing happens.",
+            reward=self.value - before,
+            done=self._is_over,
+            invalid=invalid,
+            refused=refused,
+            truncated=truncated,
+        )
 
     def result(self) -> EpisodeResult:
         metrics = {name: self._counters[name] for name in self.reported}

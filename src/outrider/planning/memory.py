@@ -227,10 +227,14 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     if precision == "auto":
         precision = "float32" if device == "cpu" else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
-    context = min([prompt_tokens + settings.rollout.max_response_tokens, *limits])
+    rebuilt = settings.environment.rebuilt_prompt_tokens
+    longest_context = prompt_tokens + settings.rollout.max_response_tokens
+    if rebuilt is not None:
+        longest_context = rebuilt + settings.rollout.max_turn_tokens
+    context = min([longest_context, *limits])
     # every episode has a context, and rendering a conversation again before a turn may start one
     contexts = getattr(algorithm, "num_episodes", 1)
-    if settings.model.history_thinking == "strip":
+    if settings.model.history_thinking == "strip" or rebuilt is not None:
         contexts = settings.rollout.max_turns
     has_several_updates = update.num_mini_batches * update.num_epochs > 1
     distill = algorithm.distill

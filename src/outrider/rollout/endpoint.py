@@ -23,7 +23,7 @@ from outrider.environments.conversations import Refusal as ProgramRefusal
 from outrider.environments.conversations import ServedTurn, before_stop
 from outrider.errors import EngineFault, EnvironmentFault, InvalidResult, ToolFault
 from outrider.rollout.episode import close_quietly, episode_outcome
-from outrider.rollout.external_agent import MAX_REFUSALS
+from outrider.rollout.external_agent import MAX_REFUSALS, require_shorter
 from outrider.rollout.faults import fault_outcome, locate_invalid_result, run_timed
 from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.settings import Limits
@@ -196,9 +196,12 @@ class Collector:
         num_tokens = num_tool_calls = num_refused = 0
         outcome = None
         while outcome is None:
-            room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - num_tokens)
+            request = episode.request
+            # The budget is that of a context, and a prompt with a limit begins a new one.
+            used = 0 if request is not None and request.prompt_limit is not None else num_tokens
+            room = min(self.limits.max_turn_tokens, self.limits.max_response_tokens - used)
             num_turns, stop = len(episode.actions), self.stop
-            if (request := episode.request) is not None:
+            if request is not None:
                 conversation, stop = list(request.messages), (*stop, *request.stop)
                 room = min(room, request.max_tokens or room)
             if num_turns >= self.limits.max_turns or room <= 0:
@@ -260,6 +263,7 @@ class Collector:
                 f"the program sent more than {MAX_REFUSALS} requests that were refused; the last: {cause}"
             )
         refusal = ProgramRefusal(reason=str(cause), is_too_long=cause.is_too_long)
+        require_shorter(episode.request, refusal)
         result: StepResult | None = self._run_timed(episode.refuse, refusal)
         if result is None:
             return Outcome.TRUNCATED_TOKENS

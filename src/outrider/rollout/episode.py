@@ -571,12 +571,11 @@ def _append_prompt(
     metadata: Mapping[str, object] = MappingProxyType({}),
 ) -> Node:
     """Append the prompt of an episode: the root, or below ``parent`` the start of a new context."""
-    text = "\n".join(message.content for message in episode.prompt)
     # The message contains only the environment's text; the token ids also contain the tool schemas.
     described = {DESCRIBED_TOOLS: [str(tool["name"]) for tool in tools]} if tools else {}
     return trace.append(
         parent=None if parent is None else parent.node_id, origin=Origin.PROMPT, token_ids=token_ids,
-        metadata=described | dict(metadata), message=Message(role="user", content=text),
+        metadata=described | dict(metadata), message=Message(role="user", content=episode.opening),
         restarts=parent is not None,
     )  # fmt: skip
 

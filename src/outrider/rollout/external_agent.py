@@ -19,11 +19,12 @@ from typing import Any, Final, Self
 from outrider.engines.base import FinishReason, Generation
 from outrider.environments.base import Episode, ExternalEpisode, StepResult
 from outrider.environments.conversations import Conversation, Refusal, SampledTurn
-from outrider.errors import EnvironmentFault, ModelError
+from outrider.errors import ConfigError, EnvironmentFault, ModelError
 from outrider.rollout.episode import EpisodeRunner
+from outrider.rollout.faults import LIMIT
 from outrider.rollout.hooks import EpisodeState
 from outrider.tokens import ChatRenderer, Tokenizer, decode_text
-from outrider.trace import Node, Trace, split_contexts, without_memory
+from outrider.trace import REBUILT, Node, Trace, split_contexts, without_memory
 from outrider.types import Message, Outcome, Task, ToolSchema
 
 _FOLLOW_UP_ROLES = ("user", "tool")  # rendered after a turn independently of what precedes it
@@ -57,11 +58,13 @@ class Seen:
         token_ids: the appended ids or, if ``restarts``, the whole context.
         restarts: whether a new context starts.
         num_new: number of ids that no earlier context of the rollout contains.
+        num_cut: number of ids that a :class:`~outrider.environments.conversations.PromptLimit` cut.
     """
 
     token_ids: tuple[int, ...]
     restarts: bool
     num_new: int
+    num_cut: int = 0
 
 
 class Unanswerable(Exception):
@@ -113,11 +116,12 @@ class ExternalAgentRunner(EpisodeRunner):
         """
         assert isinstance(episode, ExternalEpisode)
         ids: tuple[int, ...] = ()
+        num_cut = 0
         tools = episode.tools  # read now: the program may end after its first request
         while True:
             try:
-                ids = opening_ids(episode.request, self.renderer)
-                self._require_room(len(ids))
+                ids, num_cut = cut_prompt(opening_ids(episode.request, self.renderer), episode.request)
+                self._require_room(len(ids), episode.request)
             except Unanswerable as error:
                 result = await self._refuse(episode, error.refusal)
                 if result is not None and not result.done:
@@ -126,7 +130,10 @@ class ExternalAgentRunner(EpisodeRunner):
                     raise EnvironmentFault(
                         f"the program ended without a request that can be served; the last: {error}"
                     ) from error
-            return self._new_state(ExternalAgentState, task, trace, episode, rollout, mode, ids, tools)
+            state = self._new_state(ExternalAgentState, task, trace, episode, rollout, mode, ids, tools)
+            if num_cut:
+                state.last_node.metadata["num_tokens_cut"] = num_cut
+            return state
 
     async def _sample(
         self, state: EpisodeState, *, max_tokens: int, stop: tuple[str, ...]
@@ -165,6 +172,8 @@ class ExternalAgentRunner(EpisodeRunner):
                 break
             except Unanswerable as error:
                 next_result = await self._refuse(state.episode, error.refusal)
+                if next_result is None and request.prompt_limit is not None:
+                    node.metadata[LIMIT] = f"environment.window: {error.refusal.reason}"
             if next_result is None:
                 break
             result = next_result
@@ -175,6 +184,7 @@ class ExternalAgentRunner(EpisodeRunner):
 
         Returns the program's next request or its end, or None if the rollout is truncated.
         """
+        require_shorter(episode.request, refusal)
         num_before = len(episode.refusals)
         if num_before == MAX_REFUSALS:
             if refusal.is_too_long:
@@ -188,21 +198,35 @@ class ExternalAgentRunner(EpisodeRunner):
     def _next_seen(self, state: ExternalAgentState) -> Seen | None:
         """Render the next request, or return None if the rollout's budget is exhausted.
 
-        Nothing is truncated, because a server would not truncate it either.
+        Nothing is truncated unless the request has a limit of its own, because a server would not truncate it
+        either.
 
         Raises:
             Unanswerable: if the template fails or the conversation exceeds the context.
         """
-        seen = next_context(state.episode.request, state.exchanges, state.trace, self.renderer)
+        request = state.episode.request
+        if request.prompt_limit is not None:
+            with _refusals():
+                ids, num_cut = cut_prompt(self.renderer.prompt(request.messages, request.tools), request)
+            self._require_room(len(ids), request)
+            state.num_response_tokens = 0  # the budget is that of a context
+            return Seen(token_ids=ids, restarts=True, num_new=0, num_cut=num_cut)
+        seen = next_context(request, state.exchanges, state.trace, self.renderer)
         if self.limits.max_response_tokens - state.num_response_tokens - seen.num_new < 1:
             return None
         before = 0 if seen.restarts else len(state.trace.token_ids(state.last_node.node_id))
-        self._require_room(before + len(seen.token_ids))
+        self._require_room(before + len(seen.token_ids), request)
         return seen
 
-    def _require_room(self, num_tokens: int) -> None:
-        """Raise Unanswerable if a context leaves the policy no room."""
-        length = self._context_length
+    def _require_room(self, num_tokens: int, request: Conversation) -> None:
+        """Raise Unanswerable if a context is longer than its limit or leaves the policy no room."""
+        length, limit = self._context_length, request.prompt_limit
+        if limit is not None and num_tokens > limit.max_tokens:
+            reason = (
+                f"the prompt has {num_tokens} tokens, more than environment.window.max_prompt_tokens = "
+                f"{limit.max_tokens}"
+            )
+            raise Unanswerable(Refusal(reason=reason, is_too_long=True))
         if num_tokens >= length:
             reason = (
                 f"This model's maximum context length is {length} tokens, and the messages have "
@@ -214,10 +238,34 @@ class ExternalAgentRunner(EpisodeRunner):
         assert isinstance(state, ExternalAgentState)
         seen = state.seen
         if seen is None or not self._append_seen(
-            state, seen.token_ids, result.observations, seen.restarts, seen.num_new
+            state, seen.token_ids, result.observations, seen.restarts, seen.num_new, num_cut=seen.num_cut
         ):
             return Outcome.TRUNCATED_TOKENS
+        if state.episode.request.prompt_limit is not None:
+            state.last_node.metadata[REBUILT] = True
         return None
+
+
+def cut_prompt(ids: tuple[int, ...], request: Conversation) -> tuple[tuple[int, ...], int]:
+    """Cut the ids of a prompt whose limit has the overflow ``left`` or ``right``.
+
+    Returns the ids and the number of ids that were cut.
+    """
+    limit = request.prompt_limit
+    if limit is None or limit.overflow not in ("left", "right") or len(ids) <= limit.max_tokens:
+        return ids, 0
+    num_cut = len(ids) - limit.max_tokens
+    return (ids[num_cut:] if limit.overflow == "left" else ids[: limit.max_tokens]), num_cut
+
+
+def require_shorter(request: Conversation, refusal: Refusal) -> None:
+    """Raise ConfigError if a prompt that is too long must stop the run (overflow ``error``)."""
+    limit = request.prompt_limit
+    if limit is not None and limit.overflow == "error" and refusal.is_too_long:
+        raise ConfigError(
+            f"{refusal.reason}: raise environment.window.max_prompt_tokens, show fewer steps or commands, or "
+            "set environment.window.overflow to another value than error"
+        )
 
 
 def sampled_turn(generation: Generation, context: Sequence[int], renderer: ChatRenderer) -> SampledTurn:

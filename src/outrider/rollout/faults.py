@@ -21,7 +21,7 @@ from outrider.errors import (
 )
 from outrider.rollout.settings import Limits
 from outrider.tools.base import CallClock
-from outrider.trace import Leaf, Node, Trace, split_contexts, split_episodes
+from outrider.trace import REBUILT, Leaf, Node, Trace, split_contexts, split_episodes
 from outrider.types import Origin, Outcome
 
 _MAX_CHARS = 300
@@ -266,6 +266,8 @@ def rejoin(trace: Trace) -> None:
 
 
 CUT = "cut by "
+LIMIT: Final = "limit"
+"""Key of a policy node's metadata: the limit that left no room for the observation behind it."""
 
 
 def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
@@ -284,9 +286,12 @@ def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, contex
         return "the environment's own limit of moves"
     if leaf.outcome is not Outcome.TRUNCATED_TOKENS and not shortened:
         return None
-    num_response = sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
-    left = limits.max_response_tokens - num_response
-    room = context_length - sum(len(node.token_ids) for node in split_contexts(path)[-1])
+    if path and LIMIT in path[-1].metadata:
+        return str(path[-1].metadata[LIMIT])
+    context = split_contexts(path)[-1]
+    counted = context if context and REBUILT in context[0].metadata else path
+    left = limits.max_response_tokens - sum(len(node.token_ids) for node in counted if not node.is_prompt)
+    room = context_length - sum(len(node.token_ids) for node in context)
     if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
         return None  # an external program's own limit of a turn
     if room <= left:

@@ -22,7 +22,7 @@ from outrider.rollout.faults import (
 )
 from outrider.rollout.hooks import Hook
 from outrider.seeding import stream
-from outrider.trace import Trace
+from outrider.trace import Trace, without_open_prompt
 from outrider.training.components import Components
 from outrider.training.experts import request_expert_paths
 from outrider.training.packing import RolloutPath
@@ -44,7 +44,9 @@ def successful_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
             for node in path:
                 if node.trainable:
                     node.credit = (1.0,) * len(node.token_ids)
-            paths.append(RolloutPath(nodes=path, rollout_index=len(paths), group=len(paths)))
+            paths.append(
+                RolloutPath(nodes=without_open_prompt(path), rollout_index=len(paths), group=len(paths))
+            )
     if not paths:
         raise DataError("no expert rollout solved its task: there is nothing to imitate")
     return paths

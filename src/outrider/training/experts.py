@@ -271,7 +271,8 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
                 f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and "
                 f"{_describe_action_format(environment)}"
             )
-            if num == len(demonstrations) and not environment.keeps_conversations:
+            is_program = environment.keeps_conversations and environment.rebuilt_prompt_tokens is None
+            if num == len(demonstrations) and not is_program:
                 raise DataError(message)
             _LOG.warning(message)
         return
@@ -298,7 +299,7 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
 def _describe_action_format(environment: EnvironmentSettings) -> str:
     """Describe the actions of an environment without native calls, and what to do."""
     forms = ", ".join(CALL_FORMATS)
-    if environment.keeps_conversations:
+    if environment.keeps_conversations and environment.rebuilt_prompt_tokens is None:
         return f"environment.tool_calls names no form of calls: set it to one of {forms}"
     if names := environment.tool_names():
         return (

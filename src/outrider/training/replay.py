@@ -102,7 +102,7 @@ def compare(
     recorded: Sequence[TraceRow], episode: Episode, record: EpisodeResult, *, settings: RunSettings
 ) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
-    prompt = "\n".join(message.content for message in episode.prompt)
+    prompt = episode.opening
     if _escape_surrogates(prompt) != recorded[0].text:
         return Difference(kind="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
     results = iter(episode.results)

@@ -81,6 +81,7 @@ def input_digests(parts: Components) -> dict[str, str]:
     if (frozen := _frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
+    files |= {f"environment.{key}": path for key, path in parts.settings.environment.input_files().items()}
     files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
     if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(demonstrations)

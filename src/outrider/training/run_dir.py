@@ -52,6 +52,7 @@ _PATHS: Final = {
     "model.initial_checkpoint",
     "algorithm.demonstrations",
     "cold_start.demonstrations",
+    "environment.window.prompt",
 }
 # Results do not depend on them unless something breaks, so they may change.
 FREE: Final = {

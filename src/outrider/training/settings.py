@@ -406,6 +406,16 @@ class RunSettings(Settings):
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
 
     @property
+    def max_rollout_tokens(self) -> int:
+        """Most tokens of a rollout without its prompts. If every turn has a prompt of its own, the budget
+        ``rollout.max_response_tokens`` is that of a turn.
+        """
+        rollout = self.rollout
+        if self.environment.rebuilt_prompt_tokens is None:
+            return rollout.max_response_tokens
+        return rollout.max_turns * rollout.max_turn_tokens
+
+    @property
     def trains(self) -> bool:
         """Whether the run changes weights, in a cold start or in steps; if not, it only evaluates."""
         return bool(self.train.num_steps or self.cold_start.num_examples)
@@ -472,12 +482,17 @@ class RunSettings(Settings):
             )
 
     def _validate_conversations(self) -> None:
-        """Check that no steps are inserted into the conversation of an agent program."""
+        """Check that no steps are inserted into a conversation that something else writes."""
         if not self.environment.keeps_conversations:
             return
         shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
         if self.algorithm.retrieves or shows_steps:
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
+            if self.environment.rebuilt_prompt_tokens is not None:
+                raise ValueError(
+                    f"{source} shows retrieved steps inside a growing conversation, and "
+                    'environment.context = "window" builds every prompt anew: set context = "chat"'
+                )
             raise ValueError(
                 f"{source} puts steps into the conversation, which environment.type = "
                 f"{self.environment.type} leaves to a program: it cannot answer them"
@@ -486,8 +501,11 @@ class RunSettings(Settings):
     def _validate_contexts(self) -> None:
         if not self.engine.reads_contexts:
             return
+        is_window = self.environment.rebuilt_prompt_tokens is not None
         features = {
-            f"environment.type = {self.environment.type}": self.environment.keeps_conversations,
+            f"environment.{'context = window' if is_window else f'type = {self.environment.type}'}": (
+                self.environment.keeps_conversations
+            ),
             "model.history_thinking = strip": self.model.history_thinking == "strip",
             "model.template_kwargs": bool(self.model.template_kwargs),
             "native tool calls (environment.protocol)": self.environment.call_format is not None,

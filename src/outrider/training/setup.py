@@ -507,7 +507,7 @@ def make_algorithm(
         seed=settings.seed,
         num_training_steps=settings.train.num_steps,
         groups_per_step=settings.train.tasks_per_step,
-        max_response_tokens=settings.rollout.max_response_tokens,
+        max_response_tokens=settings.max_rollout_tokens,
         vocabulary_size=vocabulary_size,
         is_stateful=stateful,
         count_tokens=count_tokens,

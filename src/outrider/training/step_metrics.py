@@ -585,7 +585,7 @@ def measured_means(group_advantages: Sequence[GroupAdvantages]) -> dict[str, flo
 
 
 def _num_tokens(path: Sequence[Node]) -> int:
-    return sum(len(node.token_ids) for node in path if node.origin is not Origin.PROMPT)
+    return sum(len(node.token_ids) for node in path if not node.is_prompt)
 
 
 def _total(nodes: Sequence[Node], name: str) -> float:

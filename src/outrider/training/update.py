@@ -35,7 +35,7 @@ from outrider.algorithms.sampler_correction import (
     sampler_weights_per_token,
 )
 from outrider.errors import EngineFault
-from outrider.trace import Node, Trace, with_help, without_memory
+from outrider.trace import Node, Trace, with_help, without_memory, without_open_prompt
 from outrider.training.distill_term import (
     DistillTerm,
     OtherScores,
@@ -276,9 +276,10 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
     """The rollouts of a mini-batch that have a return, numbered over the mini-batch."""
     paths: list[RolloutPath] = []
     for group, trace in enumerate(traces):
-        for leaf, path in trace.scored_rollouts():
+        for leaf, whole_path in trace.scored_rollouts():
             if leaf.rollout in trace.pruned:  # not numbered: it counts in no denominator
                 continue
+            path = without_open_prompt(whole_path)
             # A rollout that saw no tips has one rendering: it is on-policy.
             drops_tips = trace.without_memory and any(node.origin is Origin.MEMORY for node in path)
             paths.append(

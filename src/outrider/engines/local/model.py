@@ -443,7 +443,9 @@ def check_positions(
     rollout ends as truncated.
     """
     limit = longest
-    for key in (_CONTEXT_LENGTH, *_LIMITS):
+    run: Any = settings  # not annotated as RunSettings, which imports engines
+    rebuilt: int | None = getattr(getattr(run, "environment", None), "rebuilt_prompt_tokens", None)
+    for key in (_CONTEXT_LENGTH, *(_LIMITS if rebuilt is None else ())):
         *sections, name = key.split(".")
         section: object = settings
         for part in sections:
@@ -464,6 +466,15 @@ def check_positions(
                 f"{key} is {value}, more than there is room for: {bound}, for prompt and response together"
             )
         note(f"{key} is {value}, which no rollout reaches: {bound}, for prompt and response together")
+    if rebuilt is not None and rebuilt + run.rollout.max_turn_tokens > limit:
+        message = (
+            f"environment.window.max_prompt_tokens = {rebuilt} and rollout.max_turn_tokens = "
+            f"{run.rollout.max_turn_tokens} are together more than the {limit} positions of a turn: model "
+            f"{model!r} has {longest}"
+        )
+        if "max_prompt_tokens" in run.environment.window.model_fields_set and not resumed:
+            raise ConfigError(f"{message}; lower one of them")
+        note(message)
 
 
 def median_seconds(run: Callable[[], object], *, repeats: int = 15, limit_s: float = math.inf) -> float:

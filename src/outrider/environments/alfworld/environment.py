@@ -26,13 +26,13 @@ from outrider.environments.alfworld.made_games import (
 from outrider.environments.alfworld.play import Engines, OfflineGame, PublishedGame, new_engine, plan_game
 from outrider.environments.base import (
     SPLITS,
-    EnvironmentSettings,
     Split,
     known_split,
     require_tasks,
     split_size,
 )
 from outrider.environments.text_games import Game, Reply, TextGame
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.types import Task
 
@@ -42,7 +42,8 @@ _ENGINES: Final[dict[Callable[..., Any], Engines]] = {}  # the pools of this pro
 FOLDERS: Final[dict[Split, str]] = {"train": "train", "valid": "valid_seen", "test": "valid_unseen"}
 """Folder of each split: published scores are those of ``valid_seen`` and ``valid_unseen``."""
 GAME: Final = "game.tw-pddl"
-_TASK: Final = re.compile(r"Your task is to: (.+?)\.?\"")
+_GOAL: Final = "Your task is to: "
+_TASK: Final = re.compile(rf"{_GOAL}(.+?)\.?\"")
 PROMPT: Final = (
     "You do a task in a room by typing commands, one a turn.\n"
     "You may think first. Then write exactly one command between <action> and </action>, for example "
@@ -55,12 +56,13 @@ PROMPT: Final = (
 )
 
 
-class AlfworldConfig(EnvironmentSettings):
+class AlfworldConfig(WindowedSettings):
     """Which games are played, and by which rules. Without ``data`` the games are made offline, and their
     scores are not comparable with published ones.
     """
 
     starts_quickly: ClassVar[bool] = False
+    own_prompt: ClassVar[str] = "alfworld"
     input_paths: ClassVar[frozenset[str]] = frozenset({"data"})
 
     type: Literal["alfworld"] = "alfworld"
@@ -168,6 +170,11 @@ class AlfworldEnvironment(TextGame):
         if self.settings.data is None:
             return shortest_plan(made_scene(self.settings, self.task))
         return plan_game(self.settings.game_file(self.task), self.shared)
+
+    @property
+    def task_text(self) -> str:
+        """The goal, as the opening names it."""
+        return self.opening.partition(_GOAL)[2].strip()
 
     @property
     def value(self) -> float:

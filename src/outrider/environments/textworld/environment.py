@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from outrider.environments.base import (
     SPLITS,
-    EnvironmentSettings,
     Split,
     known_split,
     require_tasks,
@@ -21,14 +20,16 @@ from outrider.environments.base import (
 from outrider.environments.text_games import Game, Reply, TextGame
 from outrider.environments.textworld.games import PACKAGE_VERSION, GameSettings, GameShelf, QuestGame
 from outrider.environments.textworld.play import StoryGame, walkthrough
+from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Task
 
 
-class TextWorldConfig(EnvironmentSettings):
+class TextWorldConfig(WindowedSettings):
     """Which games are made, and by which rules they are played."""
 
     starts_quickly: ClassVar[bool] = False
+    own_prompt: ClassVar[str] = "textworld"
 
     type: Literal["textworld"] = "textworld"
     game: GameSettings = QuestGame()
@@ -164,6 +165,17 @@ class TextWorldEnvironment(TextGame):
         except EnvironmentFault as error:
             raise ToolUnavailable(f"TextWorld does not run here: {error}") from error
 
+    def reset(self, task: Task, seed: int) -> str:
+        """Start the game. The opening is the game's text without the instructions of a chat."""
+        prompt = super().reset(task, seed)
+        self.opening = self.opening.partition("\n\n")[2]
+        return prompt
+
+    @property
+    def task_text(self) -> str:
+        """The text before the first room, in one line."""
+        return " ".join(self.opening.partition("-= ")[0].split())
+
     def open_game(self) -> Game:
         return start_game(self.settings, *identity(self.task, self.settings))
 
@@ -182,7 +194,8 @@ def start_game(settings: TextWorldConfig, split: Split, index: int) -> StoryGame
     """Make a game if necessary, and start it. Raises EnvironmentFault."""
     shelf = settings.shelf()
     shelf.ensure([(split, index)])
-    return StoryGame.start(shelf.story(split, index), with_commands=settings.show_admissible)
+    with_commands = settings.show_admissible or settings.needs_commands
+    return StoryGame.start(shelf.story(split, index), with_commands=with_commands)
 
 
 def check_package() -> None:
