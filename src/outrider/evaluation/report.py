@@ -19,6 +19,7 @@ _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge",
     None: "success",
 }  # fmt: skip
+_SAMPLING: Final = ("temperature", "top_p", "top_k")
 # 0 is a failure, 1 a success
 _SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})
 # the metric that the score is
@@ -52,7 +53,7 @@ class Score:
 class EvalTasksReport:
     """``summary`` with the settings and identity of the evaluation. ``num_requested`` is the number of
     requested samples. ``num_unjudged`` counts the faults of the judge alone, whose answers are stored.
-    ``first_faults`` are examples of faults for display.
+    ``first_faults`` are examples of faults for display. ``split`` is that of an environment's tasks.
     """
 
     name: str
@@ -68,6 +69,7 @@ class EvalTasksReport:
     deviations: tuple[str, ...]
     summary: EvalTasksSummary
     first_faults: tuple[SampleResult, ...] = ()
+    split: str = ""
 
     @property
     def num_faults(self) -> int:
@@ -150,7 +152,11 @@ class EvalTasksReport:
         lines += [f"rules: {deviation}" for deviation in self.deviations]
         if self.num_left_out:
             lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
-        return [*lines, f"panel {self.panel_hash}"]
+        split = f"split {self.split}, " if self.split else ""
+        settings = [f"{key} {self.identity[key]}" for key in _SAMPLING if key in self.identity]
+        return [
+            *lines, f"{split}panel {self.panel_hash}, {', '.join([*settings, f'n = {self.num_samples}'])}"
+        ]  # fmt: skip
 
 
 def _finite(value: float) -> float | None:
@@ -219,6 +225,7 @@ def build_report(
         deviations=() if scorer is None else rules.deviations,
         summary=summarise_samples(results, settings.num_samples, rules=rules),
         first_faults=tuple(faults[:_MAX_FAULTS_SHOWN]),
+        split=settings.split if settings.runs_episodes else "",
     )
 
 
