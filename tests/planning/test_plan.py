@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.algorithms.grpo import Grpo
+from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 from outrider.cli import main
 from outrider.config import validate
 from outrider.errors import ConfigError, ModelError
