@@ -899,3 +899,36 @@ def test_the_scoring_of_options_is_named_with_the_scores(tmp_path: Path) -> None
     )
     page = markdown_page(comparison)
     assert mark in page
+
+
+def test_settings_of_later_versions_do_not_split_a_group(tmp_path: Path) -> None:
+    """Earlier versions recorded none of them; the table of differences shows them as they were recorded."""
+    plain = 'environment.type = "house"', "update.num_epochs = 1"
+    added = (
+        'environment.context = "chat"', "environment.window.steps = 2", "environment.max_answers = 1",
+        "algorithm.invalid_penalty = 0.0", 'algorithm.statistics = "rollouts"', 'algorithm.bonus = "none"',
+        'update.mini_batch_samples = "none"',
+    )  # fmt: skip
+    earlier = make_run(tmp_path / "a", seed=1, settings=plain)
+    later = make_run(tmp_path / "b", seed=2, settings=[*plain, *added])
+    assert len(compare([earlier, later]).groups) == 1
+    penalized = [line.replace("penalty = 0.0", "penalty = 0.1") for line in added]
+    other = make_run(tmp_path / "c", seed=3, settings=[*plain, *penalized])
+    comparison = compare([later, other])
+    assert [key for key, _ in comparison.settings] == ["algorithm.invalid_penalty"]
+    assert sorted(dict(comparison.settings)["algorithm.invalid_penalty"]) == ["0.0", "0.1"]
+    windows = [
+        make_run(tmp_path / name, seed=number, settings=[*plain, 'environment.context = "window"', line])
+        for number, (name, line) in enumerate((("d", "environment.window.steps = 2"),
+                                               ("e", "environment.window.steps = 5")))
+    ]  # fmt: skip
+    assert [key for key, _ in compare(windows).settings] == ["environment.window.steps"]
+
+
+def test_the_older_name_of_gigpo_s_statistics_does_not_split_a_group(tmp_path: Path) -> None:
+    older = 'algorithm.episode_statistics = "turns"'
+    earlier = make_run(tmp_path / "a", algorithm="gigpo", seed=1, settings=[older])
+    later = make_run(
+        tmp_path / "b", algorithm="gigpo", seed=2, settings=[older, 'algorithm.statistics = "samples"']
+    )
+    assert len(compare([earlier, later]).groups) == 1

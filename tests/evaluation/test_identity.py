@@ -1,6 +1,7 @@
 """Identity of an evaluation: names and hashes of task sets, and settings that make it another evaluation."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,30 @@ def test_files_of_an_environment_are_identified_by_content(tmp_path: Path) -> No
     )
     assert one == moved != other
     assert str(tmp_path) not in json.dumps(one)
+
+
+def test_settings_of_later_versions_leave_the_identity_as_it_was() -> None:
+    from outrider.environments.scienceworld.environment import ScienceWorldConfig
+    from outrider.evaluation.tasks import environment_identity
+
+    identity = environment_identity(ScienceWorldConfig())
+    added = {"context", "window", "max_answers", "result_tag", "success_at", "actions", "reward", "task_list"}
+    assert not identity.keys() & added
+    assert environment_identity(ScienceWorldConfig(success_at="positive"))["success_at"] == "positive"
+
+
+def test_prompts_of_a_window_are_identified_by_content(tmp_path: Path) -> None:
+    from outrider.environments.house import HouseConfig
+    from outrider.environments.window import PROMPTS
+    from outrider.evaluation.tasks import environment_identity
+
+    folder = tmp_path / "prompts"
+    shutil.copytree(PROMPTS / "house", folder)
+    chosen = HouseConfig.model_validate({"context": "window", "window": {"prompt": str(folder)}})
+    before = environment_identity(chosen)
+    later = folder / "later.txt"
+    later.write_text("Now: " + later.read_text())
+    assert environment_identity(chosen) != before
 
 
 def test_another_chat_template_is_another_evaluation(

@@ -206,6 +206,16 @@ _ADDED: Final = frozenset(
         ("environment.response_format", "refuse"),
         ("environment.ignored_fields", "[]"),
         ("environment.result_tag", "result"),
+        ("environment.context", "chat"),
+        ("environment.max_answers", "1"),
+        ("environment.actions", "templates"),
+        ("environment.success_at", "full"),
+        ("environment.reward", "score"),
+        ("algorithm.invalid_penalty", "0.0"),
+        ("algorithm.statistics", "rollouts"),
+        ("algorithm.bonus", "none"),
+        ("algorithm.distill.place", "first"),
+        ("update.mini_batch_samples", "none"),
     )
 )
 _NUM_DIGITS: Final = 6  # of a hash in a label
@@ -254,10 +264,11 @@ def differing(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[tuple[str, t
     """(key, one value per group) of the settings in which groups differ. Paths with the same name are
     shortened to the suffixes that differ.
     """
-    displayed = [comparable(members[0].config) for members in groups.values()]
-    exact = [comparable(members[0].settings) for members in groups.values()]
+    first = [members[0] for members in groups.values()]
+    displayed = [{**run.config, **comparable(run.config)} for run in first]
+    exact = [{**run.settings, **comparable(run.settings)} for run in first]
     rows = []
-    for key in sorted({key for config in exact for key in config}):
+    for key in sorted({key for run in first for key in comparable(run.settings)}):
         values, wholes = (
             [config.get(key, "not set") for config in configs] for configs in (displayed, exact)
         )
@@ -278,11 +289,17 @@ def comparable(config: Mapping[str, str]) -> dict[str, str]:
     """The settings that determine the trained policy."""
     # without training, the path of the weights is a setting that matters
     presence_keys = {_BUDGET, *(STARTS if is_trained(config) else ())}
+    unread = ["tracking."]
+    # These have no effect beside others, and earlier versions did not record them.
+    if config.get("environment.context", "chat") == "chat":
+        unread.append("environment.window.")
+    if "algorithm.episode_statistics" in config:  # the older name of the same setting
+        unread.append("algorithm.statistics")
     return {
         key: ("none" if value == "none" else "given") if key in presence_keys else value
         for key, value in {_BUDGET: "none", **config}.items()
         if key not in _SAME_TRAINING
-        and not key.startswith("tracking.")
+        and not key.startswith(tuple(unread))
         and (key, value) not in _ADDED
         and (not key.startswith("evaluation.") or key in _ADAPTATION)
     }

@@ -696,13 +696,22 @@ def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer |
 
 
 # Settings of later versions with the behaviour of earlier ones, whose evaluations can be continued.
-_ADDED: Final = (("result_tag", "result"),)
+_ADDED: Final = (
+    ("result_tag", "result"), ("max_answers", 1), ("context", "chat"), ("success_at", "full"),
+    ("actions", "templates"),
+)  # fmt: skip
 
 
 def environment_identity(environment: EnvironmentSettings) -> dict[str, Json]:
     """The environment's settings, with files by their content and without caches."""
     identity: dict[str, Json] = _hash_files(environment.model_dump())
-    return {key: value for key, value in identity.items() if (key, value) not in _ADDED}
+    added: list[tuple[str, Json]] = list(_ADDED)
+    if identity.get("context") == "chat":
+        added.append(("window", identity.get("window")))
+    if environment.type == "scienceworld":  # WebShop has recorded its reward before
+        added.append(("reward", "score"))
+    files = {name: _hash_files(path) for name, path in environment.input_files().items()}
+    return {key: value for key, value in identity.items() if (key, value) not in added} | files
 
 
 def _hash_files(value: Any) -> Any:
