@@ -328,6 +328,14 @@ def test_evaluations_of_task_sets_are_packed_and_scored_again(
     (run / "evaluation.toml").write_text('tasks = "gsm8k"\n[model]\nname = "tiny"\n')
     manifest = make_pack([run], tmp_path / "pack")
     assert manifest.runs["gsm8k"].checkpoint_rule == "the model itself, no training"
+    (run / "evaluation.toml").write_text('tasks = "gsm8k"\n[endpoint]\nbase_url = "http://127.0.0.1:9/v1"\n')
+    rules = {
+        name: make_pack([run], tmp_path / name, checkpoint_rule=rule).runs["gsm8k"].checkpoint_rule
+        for name, rule in (("served", None), ("stated", "best on valid"))
+    }
+    assert rules == {
+        "served": "the model that an endpoint served, its training unknown", "stated": "best on valid"
+    }  # fmt: skip
     assert "private" not in (tmp_path / "pack/runs/gsm8k/results.jsonl").read_text()
     assert len(verify(tmp_path / "pack").tables["panels"]) == 2
     changed_line(

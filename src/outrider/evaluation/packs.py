@@ -769,6 +769,7 @@ FINAL_STEP: Final = "final step"
 LAST_EVALUATION: Final = "last evaluation of an unfinished training"
 LAST_CHECKPOINT: Final = "last checkpoint of its training"
 NOT_TRAINED: Final = "the model itself, no training"
+SERVED: Final = "the model that an endpoint served, its training unknown"
 
 
 def trained_rule(folder: Path, name: str) -> str:
@@ -783,6 +784,8 @@ def _find_rule(folder: Path, stated: str | None) -> str:
     """
     if (folder / RESULTS).exists():
         settings = _evaluated_model(folder)
+        if settings is not None and "endpoint" in settings:
+            return stated or SERVED
     else:
         run = load_run(folder, folder.name)
         if is_trained(run.settings):
@@ -805,6 +808,8 @@ def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
         settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    if settings.get("endpoint"):
+        return {"endpoint": "given"}
     model = settings.get("model") or {}
     start = Path(str(model.get("initial_checkpoint") or model.get("name")))
     if newest := _checkpoints(start)[-1:]:  # a run directory stands for its newest checkpoint

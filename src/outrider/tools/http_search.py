@@ -43,7 +43,7 @@ class HttpSearchSettings(ToolSettings):
 
 
 class HttpSearch:
-    """Search by a server. Equal queries of a run get the results of the first one."""
+    """Search by a server. Equal queries of a process get the results of the first one."""
 
     Settings = HttpSearchSettings
     name, usage = SearchTool.name, SearchTool.usage
