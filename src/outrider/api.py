@@ -315,7 +315,7 @@ def evaluation_settings(
                 f"evaluation.panels has no set {unknown[0]!r}{did_you_mean(unknown[0], names)}; "
                 f"it has {', '.join(names) or 'none'}"
             )
-        chosen = [entry.model_dump(mode="json") for entry in named if entry.name in sets]
+        chosen = [entry.model_dump(mode="json", exclude_unset=True) for entry in named if entry.name in sets]
         all_overrides.append(format_override("evaluation.panels", chosen))
     if num_trials is not None:
         all_overrides += [f"evaluation.num_trials={num_trials}", f"evaluation.memory={method}"]

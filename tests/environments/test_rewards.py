@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.environments.factbook.environment import FactbookConfig
 from outrider.environments.tool_qa.rewards import (
     Answer,
     Call,
@@ -260,3 +261,8 @@ def test_the_result_tag_is_neutralised_and_not_the_policys() -> None:
         turns = [Turn(text=f"{text}{answer}")]
         fault = format_fault(turns, (), require_think=False, require_boxed=False, result_tag=tag)
         assert fault == expected
+
+
+def test_no_result_tag_is_that_of_a_tool() -> None:
+    with pytest.raises(ValueError, match="cannot have the tag name 'search'"):
+        FactbookConfig(result_tag="search")

@@ -13,9 +13,12 @@ from outrider.cli import main
 from outrider.config import load_settings
 from outrider.engines.base import EngineSettings
 from outrider.environments.base import EnvironmentSettings, listed_tasks, make_task_set, split_tasks
+from outrider.environments.factbook.environment import FactbookConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.rollout.evaluate import evaluate, paired_gain
+from outrider.rollout.settings import EvaluationSettings
+from outrider.training.data import read_eval_tasks
 from outrider.training.settings import RunSettings
 from outrider.training.trainer import Trainer
 from outrider.types import Task
@@ -236,6 +239,20 @@ def test_a_task_list_with_an_error_names_the_line(tmp_path: Path, text: str, mes
     (tmp_path / "list.txt").write_bytes(text.encode())
     with pytest.raises(DataError, match=message):
         listed_tasks(TASKS, tmp_path / "list.txt", split="test")
+
+
+def test_a_list_is_never_cut_by_a_default(tmp_path: Path) -> None:
+    task_set = make_task_set(FactbookConfig(hops=(2, 3)))
+    keys = [task.key for task in split_tasks(task_set, "train")[:201]]
+    assert len(keys) == 201
+    file = tmp_path / "list.txt"
+    file.write_text("".join(f"{key}\n" for key in keys))
+    chosen = {"name": "a", "split": "train", "task_list": file}
+    with pytest.raises(ConfigError, match=r"lists 201 tasks, and num_tasks .* set num_tasks = 201"):
+        read_eval_tasks(task_set, EvaluationSettings.model_validate({"panels": [chosen]}))
+    for num in (200, 201):
+        settings = EvaluationSettings.model_validate({"panels": [{**chosen, "num_tasks": num}]})
+        assert [task.key for task in read_eval_tasks(task_set, settings)] == keys[:num]
 
 
 def test_task_lists_select_and_order_tasks_and_are_inputs_of_the_run(recipe: Path) -> None:

@@ -527,12 +527,18 @@ def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
 
 def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings, number: int = 0) -> Sequence[Task]:
     """The tasks of evaluation set ``number``: the first ``num_tasks`` of its split or list. Raises DataError
-    if they are not the tasks whose hash the recipe has.
+    if they are not the tasks whose hash the recipe has, and ConfigError if the default of ``num_tasks`` would
+    leave out tasks of a list.
     """
     chosen = settings.sets[number]
     tasks = split_tasks(task_set, chosen.split)
     if chosen.task_list is not None:
         tasks = listed_tasks(tasks, chosen.task_list, split=chosen.split)
+        if len(tasks) > chosen.num_tasks and "num_tasks" not in chosen.model_fields_set:
+            raise ConfigError(
+                f"{chosen.task_list} lists {len(tasks)} tasks, and num_tasks of the evaluation set "
+                f"{chosen.name!r} is {chosen.num_tasks} by default: set num_tasks = {len(tasks)} to use all"
+            )
     tasks = tasks[: chosen.num_tasks]
     tasks_hash = hash_tasks(tasks)
     if chosen.sha256 is not None and tasks_hash != chosen.sha256:

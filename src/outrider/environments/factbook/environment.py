@@ -20,6 +20,7 @@ from outrider.environments.tool_qa.environment import (
     ToolEnvironment,
     ToolResources,
     build_task_set,
+    validate_tools,
 )
 from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
 from outrider.errors import DataError
@@ -73,6 +74,7 @@ class FactbookConfig(SearchSettings):
 
     @model_validator(mode="after")
     def _solvable(self) -> "FactbookConfig":
+        validate_tools(("search",), self.result_tag)
         if max(self.hops) > self.max_calls:
             raise ValueError(
                 f"questions with {max(self.hops)} hops cannot be solved with max_calls = {self.max_calls}"
