@@ -335,6 +335,7 @@ class WindowEpisode(ExternalAgent):
         self._num_shown = self._num_invalid = self._num_shortened = 0
         self._is_first_prompt = self._is_shortened = False
         self._request = Conversation(messages=())
+        self._result = StepResult()
         if isinstance(env, CopyableEnvironment):  # the loop checks whether the method exists
             self.copy = self._copy
 
@@ -352,6 +353,7 @@ class WindowEpisode(ExternalAgent):
     def reset(self, seed: int) -> Sequence[Message]:
         self._env.reset(seed)
         self._past, self._num_invalid, self._num_shortened = (), 0, 0
+        self._result = StepResult()
         # The trace stores it for the first prompt: algorithms compare observations, not prompts.
         self.opening = self._observation = self._world_observation = self._world.opening
         self._start_turn()
@@ -385,7 +387,7 @@ class WindowEpisode(ExternalAgent):
             )
         self._num_invalid += result.invalid
         self._past = (*self._past, PastStep(self._observation, parsed.command, text))
-        self._observation = text
+        self._observation, self._result = text, result
         if not result.done:
             self._start_turn()
         return result
@@ -404,7 +406,8 @@ class WindowEpisode(ExternalAgent):
         self._num_shortened += not self._is_shortened
         self._is_shortened = True
         self._request = self._rendered()
-        return StepResult(message=Message(role="user", content=self._observation))
+        # The rollout records this result in place of that of the turn before, so it has the same reward.
+        return replace(self._result, message=Message(role="user", content=self._observation))
 
     def result(self) -> EpisodeResult:
         record = self._env.result()

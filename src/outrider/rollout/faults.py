@@ -267,7 +267,7 @@ def rejoin(trace: Trace) -> None:
 
 CUT = "cut by "
 LIMIT: Final = "limit"
-"""Key of a policy node's metadata: the limit that left no room for the observation behind it."""
+"""Key of a node's metadata: the limit that left no room for what would follow the node."""
 
 
 def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
