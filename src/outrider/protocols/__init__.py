@@ -27,6 +27,15 @@ _UNKNOWN: Final = "unknown"  # value of a point that does not follow the base
 _WINDOW: Final = "environment.window."
 _DEFAULTS: Final = {"environment.context": "chat"}
 """Settings of environments that do not have them, and of runs before they existed."""
+_REPLACES: Final = (
+    ("evaluation", ("split", "num_tasks", "panel"), ("panels",)),
+    ("evaluation", ("panels",), ("split", "num_tasks", "panel")),
+    ("update", ("num_mini_batches",), ("mini_batch_samples",)),
+    ("update", ("mini_batch_samples",), ("num_mini_batches",)),
+)
+"""A section, keys of a recipe, and keys of a protocol that cannot be set beside one of them."""
+_UNUSED: Final = {"chat": ("window",), "window": ("actions", "show_admissible", "show_valid_actions")}
+"""Keys of environments that cannot be set with a ``context``."""
 COMPARABLE: Final = frozenset({"play", "data", "evaluation"})
 """Groups of points in which scores of one test agree."""
 
@@ -164,8 +173,10 @@ def _read(name: str) -> dict[str, Any]:
 def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill the settings of the protocol that a recipe names, for keys that the recipe does not set.
 
-    If the recipe chooses another algorithm, it gets those of the protocol's settings that this algorithm has;
-    its advantage and the keys of its preset are its own. The record of a run, which has the hash of its
+    Settings of the protocol that contradict a key of the recipe are left out: for example, the window if the
+    recipe sets ``environment.context = "chat"``. If the recipe chooses another algorithm, it gets those of
+    the protocol's settings that this algorithm has; its advantage and the keys of its preset are its own. The
+    record of a run, which has the hash of its
     protocol, is returned unchanged.
 
     Raises ConfigError for an unknown protocol, for one that cannot be run, and for another environment.
@@ -187,12 +198,21 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         own = load_settings_class("algorithms", own_type)
         presets: Mapping[str, Mapping[str, Any]] = getattr(own, "presets", {})
         own_keys = {"advantage", "type", *presets.get(str(method.get("preset")), ())}
+        base = load_settings_class("algorithms", filled["algorithm"]["type"])
         kept = {
             key: value
             for key, value in filled["algorithm"].items()
             if key in own.model_fields.keys() - own_keys
+            # A key of the same name may have other values.
+            and own.model_fields[key].annotation == base.model_fields[key].annotation
         }
         filled["algorithm"] = {"type": own_type} | kept
+    for section, own_names, replaced in _REPLACES:
+        if any(_table(tree, section).get(key) not in (None, _NONE, []) for key in own_names):
+            for key in replaced:
+                filled.get(section, {}).pop(key, None)
+    for key in _UNUSED.get(_table(tree, "environment").get("context", ""), ()):
+        filled["environment"].pop(key, None)
     return {**_merged(filled, tree), "protocol_sha256": protocol.sha256}
 
 
@@ -246,6 +266,12 @@ def points_from_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     flat = _DEFAULTS | flat_settings(tree)
     if earlier := flat.get("rollout.earlier_max_turns"):
         flat["rollout.max_turns"] = [*earlier, flat["rollout.max_turns"]]
+    if panels := flat.get("evaluation.panels"):
+        # The hash of a set follows from the other keys; the default split and number are not in use.
+        flat["evaluation.panels"] = [{**entry, "sha256": _NONE} for entry in panels]
+        for key in ("split", "num_tasks"):
+            values = [entry[key] for entry in panels]
+            flat[f"evaluation.{key}"] = values if len(values) > 1 else values[0]
     if flat["environment.context"] != "window":
         flat = {key: value for key, value in flat.items() if not key.startswith(_WINDOW)}
     points = {name: point.value(flat) for name, point in all_points().items()}
