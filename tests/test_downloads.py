@@ -5,8 +5,10 @@ bytes; archives and folders of several releases.
 import errno
 import fcntl
 import hashlib
+import json
 import re
 import shlex
+import shutil
 import threading
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,16 @@ from outrider import downloads
 from outrider.cli import main
 from outrider.commands import data as command
 from outrider.config import load_settings
-from outrider.downloads import DataFile, DataSet, FileState, check_file, check_unpacked, download, unpack
+from outrider.downloads import (
+    DataFile,
+    DataSet,
+    FileState,
+    check_commands,
+    check_file,
+    check_unpacked,
+    download,
+    unpack,
+)
 from outrider.errors import ConfigError, DataError
 from outrider.training.settings import RunSettings
 
@@ -489,6 +500,25 @@ def test_games_of_another_release_are_not_mixed(tmp_path: Path) -> None:
     state, detail = check_unpacked([tmp_path / "old.zip", new], tmp_path, "json_2.1.1")
     assert state is FileState.DIFFERS
     assert detail == "2 games: 1 of the 2 games of old.zip, 1 of the 3 games of new.zip"
+
+
+def test_games_with_different_commands_are_of_mixed_releases(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also without the archives, by which a folder is usually checked. The command was renamed in 0.4."""
+    template = 'action PutObject {\n    template :: "%s";\n}'
+    games = {"a": "move {o} to {r}", "b": "move {o} to {r}", "c": "put {o} in/on {r}"}
+    for name, put in games.items():
+        folder = tmp_path / "json_2.1.1" / "train" / name
+        folder.mkdir(parents=True)
+        (folder / "game.tw-pddl").write_text(json.dumps({"grammar": template % put}))
+    state, detail = check_commands(tmp_path, "json_2.1.1")
+    assert state is FileState.DIFFERS
+    assert '"move {o} to {r}" in 2 games, "put {o} in/on {r}" in 1 games' in detail
+    assert main(["data", "check", str(tmp_path)]) == 1
+    assert "releases are mixed" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "json_2.1.1" / "train" / "c")
+    assert check_commands(tmp_path, "json_2.1.1")[0] is FileState.OK
 
 
 def test_games_without_an_archive_get_a_digest(tmp_path: Path) -> None:

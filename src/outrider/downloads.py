@@ -5,6 +5,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import time
 import tomllib
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
@@ -25,6 +27,7 @@ from pydantic import TypeAdapter
 
 from outrider import __version__
 from outrider.config import Settings
+from outrider.environments.alfworld.made_games import put_command
 from outrider.errors import DataError
 from outrider.files import sync
 
@@ -373,6 +376,25 @@ def check_unpacked(archives: Sequence[Path], folder: Path, root: str) -> Check:
         FileState.UNKNOWN,
         f"{len(names):,} games, but no archive to compare them with; SHA-256 of all is {digest.hexdigest()}",
     )
+
+
+def check_commands(folder: Path, root: str) -> Check:
+    """Report the command with which the games put things down. Games with different ones are of different
+    releases, whatever the archives are.
+    """
+    counts: Counter[str] = Counter()
+    for game in sorted((folder / root).rglob(GAME)):
+        try:
+            command = put_command(str(json.loads(game.read_bytes())["grammar"]))
+        except (ValueError, KeyError, TypeError):
+            command = None
+        counts["unknown" if command is None else f'"{command}"'] += 1
+    listed = ", ".join(f"{command} in {num:,} games" for command, num in counts.most_common())
+    if not counts or "unknown" in counts:
+        return FileState.UNKNOWN, f"command to put a thing down: {listed or 'no games'}"
+    if len(counts) > 1:
+        return FileState.DIFFERS, f"releases are mixed, command to put a thing down: {listed}"
+    return FileState.OK, f"command to put a thing down: {listed}"
 
 
 def _members(archive: Path, root: str) -> list[zipfile.ZipInfo]:

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.alfworld import made_games as texts
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
+from outrider.environments.alfworld.environment import PROMPT, AlfworldConfig, AlfworldEnvironment
 from outrider.environments.alfworld.made_games import (
+    PUT,
     TASK_TYPES,
     VERBS,
     Goal,
@@ -479,3 +482,24 @@ def test_the_task_set_refuses_tasks_of_other_games() -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=expected):
             family.make()(Task(key="t", question="q", metadata={**task.metadata, **changed})).reset(0)
+
+
+def test_prompts_name_only_commands_of_the_grammar() -> None:
+    """The command for putting a thing down was renamed in ALFWorld 0.4; a prompt or an example with the old
+    one teaches commands that the games do not know.
+    """
+    listed = PROMPT.partition("(for example: open fridge 1): ")[2].partition(".\n")[0]
+    commands = [command.strip() for command in listed.split(",")]
+    assert len(commands) > 10
+    assert {command.split()[0] for command in commands} == set(VERBS) - {"help", "put"}
+    assert PUT.format(o="OBJECT", r="RECEPTACLE") in commands
+    root = files("outrider")
+    texts = {
+        entry.name: entry.read_text(encoding="utf-8")
+        for folder in (root / "environments/prompts/alfworld", root / "protocols")
+        for entry in folder.iterdir()
+        if entry.name.endswith((".txt", ".toml"))
+    }
+    assert len(texts) > 10
+    for name, text in {**texts, "prompt": PROMPT}.items():
+        assert not re.search(r"\bput\b[^.\n]*\bin/on\b", text), name

@@ -356,3 +356,18 @@ def test_the_shipped_tables_are_those_of_the_package(package: None) -> None:
     shipped = OUT.read_text()
     found = read_package(Path(alfworld.__file__).parent, json.loads(shipped)["license"])
     assert written(found) == shipped
+
+
+def test_games_of_a_release_with_another_command_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts and examples with "move ... to ..." fail in games that know "put ... in/on ..."."""
+    template = 'action PutObject {\n    template :: "%s";\n}'
+    for index, command in enumerate(("move {o} to {r}", "put {o} in/on {r}", "put {o} in/on {r}")):
+        made = (0, "train", "pick_and_place_simple", index)
+        write(tmp_path / "train", f"g{index}", made, grammar=template % command)
+    assert len(family(tmp_path).tasks("train")) == 3
+    [record] = caplog.records
+    assert "put a thing down with 'put {o} in/on {r}', and the prompt names 'move {o} to {r}'" in (
+        record.getMessage()
+    )

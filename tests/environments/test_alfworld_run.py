@@ -18,7 +18,12 @@ ONE_STEP = ("train.tasks_per_step=1", "train.num_steps=1", "train.checkpoint_eve
 
 
 @pytest.mark.parametrize(
-    ("recipe", "own"), [("alfworld-gigpo", ()), ("alfworld-empo2", ("algorithm.memory.embedder=hash",))]
+    ("recipe", "own"),
+    [
+        ("alfworld-gigpo", ()),
+        ("alfworld-window-gigpo", ()),
+        ("alfworld-empo2", ("algorithm.memory.embedder=hash",)),
+    ],
 )
 def test_a_recipe_trains_and_is_evaluated(
     recipe: str, own: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -667,6 +667,12 @@ def test_the_released_scoring_takes_a_point_from_a_right_choice() -> None:
         assert environment.result().episode_return == score
 
 
+def test_released_option_scoring_is_marked() -> None:
+    assert WebShopConfig().score_mark == ""
+    mark = WebShopConfig(option_scoring="released").score_mark
+    assert mark == 'option_scoring = "released": some goals cannot reach the full score'
+
+
 def start_task(task: Task, **config: object) -> WebShopEnvironment:
     environment = family(**config).make()(task)
     environment.reset(0)

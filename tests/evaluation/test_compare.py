@@ -877,3 +877,25 @@ def test_a_chosen_checkpoint_is_not_compared_with_a_final_step(tmp_path: Path) -
     assert compare([evaluated(tmp_path / "last", last), trained]).conditions is not None
     comparison = compare([chosen, tmp_path / "last"])
     assert "chosen: step-000090 is not the last checkpoint of its training" in notes(comparison)
+
+
+def test_the_scoring_of_options_is_named_with_the_scores(tmp_path: Path) -> None:
+    """With the released scoring, some goals are impossible: a score below 1 may be the best one."""
+    runs = [
+        make_run(
+            tmp_path / scoring,
+            algorithm=algorithm,
+            settings=('environment.type = "webshop"', f'environment.option_scoring = "{scoring}"'),
+        )
+        for scoring, algorithm in (("fixed", "rapo"), ("released", "grpo"))
+    ]
+    comparison = compare(runs)
+    mark = "Some goals cannot reach the full score (environment.option_scoring = released)."
+    assert [note for note in notes(comparison) if "full score" in note] == [f"released: {mark}"]
+    [settings] = [table for table in tables(comparison) if table.title == "Settings that differ"]
+    assert {row[0]: row[1:] for row in settings.rows}["environment.option_scoring"] == (
+        "released",
+        "fixed",
+    )
+    page = markdown_page(comparison)
+    assert mark in page

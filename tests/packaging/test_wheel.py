@@ -41,7 +41,7 @@ def test_the_wheel_contains_exactly_the_files_of_the_package(wheel: Path) -> Non
     }  # fmt: skip
     assert held == package
     assert {Path(name).suffix for name in held} == {
-        ".py", ".j2", ".json", ".toml", ".typed", ".html", ".js", ".css", ".LICENSE"
+        ".py", ".j2", ".json", ".toml", ".txt", ".typed", ".html", ".js", ".css", ".LICENSE"
     }  # fmt: skip
     assert scripts["console_scripts"]["outrider"] == "outrider.__main__:program"
 

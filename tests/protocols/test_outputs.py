@@ -107,7 +107,7 @@ def test_pack_contains_the_difference(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "verl-agent-search: " in capsys.readouterr().out
     written = json.loads((tmp_path / "pack" / "runs" / "run" / "protocol.json").read_text())
     assert {"point": "context", "status": "differs"}.items() <= next(
-        row for row in written["points"] if row["point"] == "context"
+        row for row in written["rows"] if row["point"] == "context"
     ).items()
     verify(tmp_path / "pack")
 

@@ -53,6 +53,26 @@ def test_a_recipe_of_one_line_has_the_points_of_the_protocol(name: str, tmp_path
     if name.startswith("outrider-"):
         assert difference.with_status(Status.DIFFERS) == []
         assert difference.with_status(Status.CANNOT) == []
+        assert difference.exit_status == 4  # our protocols choose neither the model nor the data
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("verl-agent-webshop", 'evaluation.panels=[{name = "first", split = "valid", num_tasks = 9}]'),
+        ("verl-agent-webshop", "update.num_mini_batches=4"),
+        ("verl-agent-webshop", "environment.context=chat"),
+        ("verl-agent-webshop", "algorithm.type=gigpo"),
+        ("verl-agent-webshop", "algorithm.preset=dapo-paper"),
+        ("verl-agent-webshop", "algorithm.type=dr-grpo"),
+        ("outrider-alfworld-fair", "evaluation.num_tasks=20"),
+        ("agent-lightning-scienceworld", "update.mini_batch_samples=64"),
+        ("agentgym-rl-scienceworld", "rollout.max_turns=[5, 10]"),
+    ],
+)
+def test_a_key_of_the_recipe_replaces_what_contradicts_it(name: str, change: str, tmp_path: Path) -> None:
+    settings = run_settings(write_recipe(tmp_path, name), overrides=[change])
+    assert settings.protocol == name
 
 
 @pytest.mark.parametrize("name", [name for name in RUNNABLE if "scienceworld" not in name])
@@ -81,7 +101,9 @@ def test_no_answer_is_in_a_prompt(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.java] * ("scienceworld" in name)) for name in RUNNABLE]
+)
 def test_one_step_and_one_evaluation_of_every_protocol(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

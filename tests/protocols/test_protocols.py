@@ -172,6 +172,10 @@ def test_another_algorithm_gets_the_shared_settings() -> None:
     assert tree["algorithm"]["group_size"] == 4
     assert tree["algorithm"]["kl_weight"] == 0.01
     assert "advantage" not in tree["algorithm"]
+    short = with_protocol({"protocol": "verl-agent-alfworld", "algorithm": {"type": "dapo"}})
+    assert short["algorithm"]["type"] == "dapo"
+    assert "loss" not in short["algorithm"] and "group_size" not in short["algorithm"]
+    assert short["algorithm"]["invalid_penalty"] == 0.1
     preset = with_protocol({"protocol": "verl-agent-alfworld", "algorithm": {"preset": "grpo-paper"}})
     assert preset["algorithm"]["type"] == "grpo"
     assert "kl_weight" not in preset["algorithm"]
@@ -224,7 +228,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
 def test_diff_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["protocol", "diff", "opid-alfworld", "verl-agent-alfworld", "--json"]) == 3
     printed = json.loads(capsys.readouterr().out)
-    assert {row["point"] for row in printed["points"] if row["status"] == "differs"} == {
+    assert {row["point"] for row in printed["rows"] if row["status"] == "differs"} == {
         "history_steps", "max_turns", "prompt_overflow", "advantage", "steps",
     }  # fmt: skip
     assert main(["protocol", "diff", "search-r1", "search-r1"]) == 0

@@ -63,6 +63,35 @@ def test_groups_are_complete_and_in_the_order_of_the_tasks() -> None:
     assert sorted(seeds.values()) == [4] * 5
 
 
+@pytest.mark.parametrize("max_concurrent", [1, 5, 64])
+def test_a_group_shares_its_task_and_its_seed(max_concurrent: int) -> None:
+    """Every rollout of a group, whatever plays beside it: also a retried one, and one of another mode."""
+    played: list[tuple[str, Fake]] = []
+    broken = {"task 1"}
+
+    def make(task: Task, number: int) -> Fake:
+        def act(step: int, text: str) -> StepResult:
+            if task.key in broken:
+                broken.remove(task.key)
+                raise EnvironmentFault("the simulator died")
+            return StepResult(message=None, done=True)
+
+        played.append((task.key, environment := Fake(on_step=act)))
+        return environment
+
+    scheduled = one_turn_scheduler(Factory(make), max_concurrent=max_concurrent)
+    report = scheduled.run(tasks(4), modes=("plain", "plain", "tips", "tips"), training_step=3)
+    assert report.num_retries == 1
+    seeds: dict[str, set[int]] = {}
+    for key, environment in played:
+        seeds.setdefault(key, set()).update(environment.seeds)
+    assert [trace.task.key for trace in report.traces] == [task.key for task in tasks(4)]
+    assert all(sorted(trace.leaves) == [0, 1, 2, 3] for trace in report.traces)
+    assert seeds.keys() == {trace.task.key for trace in report.traces}
+    assert all(len(group) == 1 for group in seeds.values())
+    assert len(set.union(*seeds.values())) == 4
+
+
 def test_different_prompts_have_their_own_nodes() -> None:
     factory = Factory(lambda task, number: Fake(on_step=lambda n, t: END, question=f"q{number}"))
     report = one_turn_scheduler(factory, max_concurrent=1).run(tasks(1), modes=("m",) * 3, training_step=0)

@@ -7,10 +7,12 @@ import pytest
 
 from outrider.algorithms.gigpo import Gigpo, GigpoSettings
 from outrider.engines.base import Request
+from outrider.engines.chat import ChatEndpoint, EndpointSettings
 from outrider.environments.base import make_task_set
 from outrider.environments.house import HouseConfig
 from outrider.environments.window import WindowEpisode
 from outrider.errors import ConfigError
+from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import failure_reasons
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
@@ -19,6 +21,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import REBUILT, Trace, policy_turns, split_contexts
 from outrider.types import Message, Origin, Outcome
+from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.rollout.fakes import TOKENIZER, Forking, scripted
 
 LIMITS = Limits(max_turns=4, max_turn_tokens=40, max_response_tokens=40, max_observation_tokens=1)
@@ -203,3 +206,33 @@ def test_a_tip_appears_once_in_the_row_that_showed_it() -> None:
     without = [node for node in path if node.origin is not Origin.MEMORY]
     tokens = [token for node in without for token in node.token_ids]
     assert tokens == [token for node in plain.path(len(plain.nodes) - 1) for token in node.token_ids]
+
+
+def test_an_endpoint_gets_one_message_a_turn_and_may_refuse_a_long_one() -> None:
+    """The server's limit shortens prompts, the budget of tokens is that of a turn, and ``error`` stops."""
+
+    def answer(asked: Asked) -> Answer:
+        (message,) = (asked.body or {})["messages"]
+        if message["content"].count("Seen:") > 1:
+            error = {"error": {"message": "maximum context length", "code": "context_length_exceeded"}}
+            return Answer(status=400, body=error)
+        return completion("<action>go nowhere</action>")
+
+    def collect(overflow: str) -> Any:
+        window = {"max_prompt_tokens": 1, "overflow": overflow}
+        config = HouseConfig.model_validate({"context": "window", "window": window})
+        task_set = make_task_set(config)
+        with chat_server(answer) as server:
+            settings = EndpointSettings(base_url=server.url, model="agent", timeout_s=5.0, max_retries=0)
+            chat = ChatEndpoint(settings, sleep=lambda seconds: None)
+            runs = Collector(
+                endpoint=chat, factory=task_set.make(), stop=(), run_seed=0, limits=LIMITS, max_retries=0
+            )
+            return runs.collect(task_set.tasks("train")[:1], num_rollouts=1).collected[0]
+
+    collected = collect("drop-oldest")
+    assert collected.outcome is Outcome.TRUNCATED_TURNS and collected.num_retries == 0
+    assert collected.metrics["num_turns"] == LIMITS.max_turns
+    assert collected.metrics["num_shortened_prompts"] == 2.0
+    with pytest.raises(ConfigError, match=r"set environment\.window\.overflow"):
+        collect("error")

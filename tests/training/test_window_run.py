@@ -170,7 +170,7 @@ def test_what_needs_a_growing_conversation_says_so(
 
 
 def test_experts_teach_windows() -> None:
-    """A cold start imitates every turn of an expert in the prompt of a policy, in a valid form."""
+    """A cold start imitates every turn in the prompt that a policy would see, in a form that is valid."""
     window = WindowSettings(parse="verl-agent-30", max_prompt_tokens=4000)
     task_set = make_task_set(HouseConfig(context="window", window=window))
     limits = Limits(max_turns=8, max_turn_tokens=100, max_response_tokens=100)

@@ -548,11 +548,15 @@ def help_metrics(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 def _num_help_tokens(trace: Trace, leaf: Leaf, path: Sequence[Node]) -> float:
-    """Number of tokens in which the two renderings of a rollout differ, the mean over its contexts; 0 if it
-    has one rendering only.
+    """Number of tokens in which the two renderings of a rollout differ, the mean over its contexts with help;
+    0 if it has one rendering only.
     """
     if insertions := trace.help.get(leaf.rollout):
-        return sum(len(each.token_ids) for each in insertions) / len(split_contexts(path))
+        helped = {each.node_id for each in insertions}
+        contexts = [{node.node_id for node in context} for context in split_contexts(path)]
+        return sum(len(each.token_ids) for each in insertions) / sum(
+            not helped.isdisjoint(c) for c in contexts
+        )
     if not trace.without_memory:
         return 0
     return sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)

@@ -17,6 +17,7 @@ from outrider.downloads import (
     DataFile,
     DataSet,
     FileState,
+    check_commands,
     check_file,
     check_unpacked,
     data_sets,
@@ -180,4 +181,6 @@ def _checks(data_set: DataSet, folder: Path) -> dict[str, Check]:
     if root := data_set.unpacked_folder:
         archives = [folder / name for name, (state, _) in checks.items() if state in _USABLE]
         checks[root] = check_unpacked(archives, folder, root)
+        if checks[root][0] is not FileState.MISSING:
+            checks[f"{root} commands"] = check_commands(folder, root)
     return checks

@@ -53,7 +53,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "Compare a run, a recipe or a protocol with a protocol, point by point. The exit status is 0 if all "
         "points are the same, 3 if one differs or cannot be expressed, and 4 if some are only unknown.",
         "outrider protocol diff opid-alfworld verl-agent-alfworld",
-        "outrider protocol diff recipes/alfworld-gigpo.toml verl-agent-alfworld --json",
+        "outrider protocol diff runs/first verl-agent-alfworld --json",
     )
     comparing.add_argument(
         "left", metavar="RUN|RECIPE|NAME", help="run directory, recipe, or name of a protocol"
@@ -68,7 +68,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "chat for every turn, and as one trace. The games are made offline and played by a scripted searcher "
         "that does not win.",
         "outrider protocol cost verl-agent-alfworld",
-        "outrider protocol cost opid-alfworld --games 4 --thought 40 --turns 10 50",
+        "outrider protocol cost opid-alfworld --games 4 --turns 10 50",
     )
     counting.add_argument("name", metavar="NAME", help="name of a protocol for ALFWorld")
     counting.add_argument("--games", type=positive, default=24, metavar="N", help="games (default: 24)")

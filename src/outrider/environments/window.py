@@ -378,8 +378,8 @@ class WindowEpisode(ExternalAgent):
             invalid = not parsed.valid or (self._settings.parse == "strict" and result.invalid)
             refused = result.refused or (result.invalid and not invalid)
             self._world_observation = text = result.text
-            observation = Message(role="user", content=text) if result.observations else None
-            result = replace(result, message=observation, messages=(), invalid=invalid, refused=refused)
+            shown = Message(role="user", content=text) if result.observations else None
+            result = replace(result, message=shown, messages=(), invalid=invalid, refused=refused)
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(

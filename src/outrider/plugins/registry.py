@@ -365,7 +365,7 @@ def preset_types(kind: Kind) -> Mapping[str, tuple[str, str]]:
     return {**{name: chosen for name, chosen in plain.items() if name not in BUILT_IN[kind]}, **presets}
 
 
-def _expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
+def expand_preset(kind: Kind, table: Mapping[str, Any]) -> Mapping[str, Any]:
     """A section whose ``type`` may be a preset, with ``type`` and ``preset`` in its place. The spelling may
     differ in case, hyphens and dots (``DrGRPO``, ``dr_grpo``).
 
@@ -447,7 +447,7 @@ class Section:
         if "type" not in value:
             raise PydanticCustomError(BAD_NAME, "is missing")
         try:
-            value = _expand_preset(self.kind, value)
+            value = expand_preset(self.kind, value)
         except ConfigError as error:
             raise PydanticCustomError(BAD_NAME, "{reason}", {"reason": str(error)}) from error
         name = str(value["type"])
@@ -457,7 +457,7 @@ class Section:
 
     def settings_class(self, name: str) -> type[Settings]:
         """The settings class that validates a table with this ``type``."""
-        return load_settings_class(self.kind, _expand_preset(self.kind, {"type": name})["type"])
+        return load_settings_class(self.kind, expand_preset(self.kind, {"type": name})["type"])
 
     def builtin_classes(self) -> list[type[Settings]]:
         """The settings classes of the built-in plug-ins."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
-from outrider.plugins.registry import load_settings_class
+from outrider.plugins.registry import expand_preset, load_settings_class
 from outrider.suggestions import did_you_mean
 
 _POINTS: Final = "points"
@@ -27,15 +27,15 @@ _UNKNOWN: Final = "unknown"  # value of a point that does not follow the base
 _WINDOW: Final = "environment.window."
 _DEFAULTS: Final = {"environment.context": "chat"}
 """Settings of environments that do not have them, and of runs before they existed."""
-_REPLACES: Final = (
-    ("evaluation", ("split", "num_tasks", "panel"), ("panels",)),
-    ("evaluation", ("panels",), ("split", "num_tasks", "panel")),
-    ("update", ("num_mini_batches",), ("mini_batch_samples",)),
-    ("update", ("mini_batch_samples",), ("num_mini_batches",)),
-)
-"""A section, keys of a recipe, and keys of a protocol that cannot be set beside one of them."""
-_UNUSED: Final = {"chat": ("window",), "window": ("actions", "show_admissible", "show_valid_actions")}
-"""Keys of environments that cannot be set with a ``context``."""
+_REPLACED: Final[Mapping[str, Sequence[str]]] = {
+    "evaluation.panels": ("evaluation.split", "evaluation.num_tasks"),
+    "evaluation.split": ("evaluation.panels",),
+    "evaluation.num_tasks": ("evaluation.panels",),
+    "update.num_mini_batches": ("update.mini_batch_samples",),
+    "update.mini_batch_samples": ("update.num_mini_batches",),
+}
+"""Settings that a protocol does not fill if the recipe sets the key, which decides the same."""
+_OF_CHAT: Final = ("environment.actions", "environment.show_admissible", "environment.show_valid_actions")
 COMPARABLE: Final = frozenset({"play", "data", "evaluation"})
 """Groups of points in which scores of one test agree."""
 
@@ -173,10 +173,8 @@ def _read(name: str) -> dict[str, Any]:
 def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Fill the settings of the protocol that a recipe names, for keys that the recipe does not set.
 
-    Settings of the protocol that contradict a key of the recipe are left out: for example, the window if the
-    recipe sets ``environment.context = "chat"``. If the recipe chooses another algorithm, it gets those of
-    the protocol's settings that this algorithm has; its advantage and the keys of its preset are its own. The
-    record of a run, which has the hash of its
+    If the recipe chooses another algorithm, it gets those of the protocol's settings that this algorithm has;
+    its advantage and the keys of its preset are its own. The record of a run, which has the hash of its
     protocol, is returned unchanged.
 
     Raises ConfigError for an unknown protocol, for one that cannot be run, and for another environment.
@@ -185,34 +183,32 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(name, str) or name == _NONE or tree.get("protocol_sha256", _NONE) != _NONE:
         return tree
     protocol = find_protocol(name)
-    filled = nested_settings(protocol.settings())
+    replaced = {name for key in flat_settings(tree) for name in _REPLACED.get(key, ())}
+    context = _table(tree, "environment").get("context")
+    if context in ("chat", "window"):
+        others = (_WINDOW,) if context == "chat" else _OF_CHAT
+        replaced |= {key for key in protocol.settings() if key.startswith(others)}
+    settings = {key: value for key, value in protocol.settings().items() if key not in replaced}
+    filled = nested_settings(settings)
     kind = filled["environment"]["type"]
     own_kind = _table(tree, "environment").get("type", kind)
     if own_kind != kind:
         raise ConfigError(
             f"protocol = {name} is for environment.type = {kind}, not {own_kind}: use another protocol"
         )
-    method = _table(tree, "algorithm")
-    if "preset" in method or method.get("type", filled["algorithm"]["type"]) != filled["algorithm"]["type"]:
-        own_type = str(method.get("type", filled["algorithm"]["type"]))
-        own = load_settings_class("algorithms", own_type)
+    method, algorithm = _table(tree, "algorithm"), filled["algorithm"]
+    if "preset" in method or method.get("type", algorithm["type"]) != algorithm["type"]:
+        chosen = expand_preset("algorithms", {"type": algorithm["type"], **method})
+        own = load_settings_class("algorithms", str(chosen["type"]))
         presets: Mapping[str, Mapping[str, Any]] = getattr(own, "presets", {})
-        own_keys = {"advantage", "type", *presets.get(str(method.get("preset")), ())}
-        base = load_settings_class("algorithms", filled["algorithm"]["type"])
-        kept = {
-            key: value
-            for key, value in filled["algorithm"].items()
-            if key in own.model_fields.keys() - own_keys
-            # A key of the same name may have other values.
-            and own.model_fields[key].annotation == base.model_fields[key].annotation
+        base = load_settings_class("algorithms", algorithm["type"]).model_fields
+        shared = own.model_fields.keys() - {"advantage", *presets.get(str(chosen.get("preset")), ())}
+        # A key of the same name may have other values: LUFFY's statistics are "mixed" or "on_policy".
+        shared = {
+            key for key in shared if key in base and own.model_fields[key].annotation == base[key].annotation
         }
-        filled["algorithm"] = {"type": own_type} | kept
-    for section, own_names, replaced in _REPLACES:
-        if any(_table(tree, section).get(key) not in (None, _NONE, []) for key in own_names):
-            for key in replaced:
-                filled.get(section, {}).pop(key, None)
-    for key in _UNUSED.get(_table(tree, "environment").get("context", ""), ()):
-        filled["environment"].pop(key, None)
+        filled["algorithm"] = {key: value for key, value in algorithm.items() if key in shared}
+        filled["algorithm"]["type"] = method.get("type", algorithm["type"])
     return {**_merged(filled, tree), "protocol_sha256": protocol.sha256}
 
 
@@ -335,17 +331,7 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        rows = [
-            {
-                "point": row.point,
-                "status": str(row.status),
-                "left": row.left,
-                "right": row.right,
-                "note": row.note,
-            }
-            for row in self.rows
-        ]
-        return {"left": self.left, "right": self.right, "points": rows}
+        return asdict(self)
 
     def lines(self) -> list[str]:
         """The summary, the points that differ or cannot be expressed, and the names of the unknown ones."""
@@ -353,7 +339,8 @@ class Difference:
         for status in (Status.DIFFERS, Status.CANNOT):
             for row in self.with_status(status):
                 lines.append(f"  {row.point}: {status}")
-                lines += [f"      {name}: {format_value(value)}" for name, value in self.sides(row).items()]
+                lines += [f"      {self.left}: {format_value(row.left)}"]
+                lines += [f"      {self.right}: {format_value(row.right)}"]
                 lines += [f"      {row.note}"] if row.note else []
         unknown = [row.point for row in self.with_status(Status.UNKNOWN)]
         return [*lines, *([f"  unknown: {', '.join(unknown)}"] if unknown else [])]
@@ -365,10 +352,6 @@ class Difference:
             for row in self.rows
             if row.status is not Status.SAME
         ]
-
-    def sides(self, row: Row) -> dict[str, Any]:
-        """The values of a row by the name of their side."""
-        return {self.left: row.left, self.right: row.right}
 
 
 def format_value(value: Any) -> str:

@@ -224,7 +224,7 @@ def sample_step(
     lags: list[float | None] = []
     num_batches = 0
     filtered, num_groups = choice.group_filter, choice.num_groups
-    places = list(range(num_groups))  # numbers without a selected group
+    open_numbers = list(range(num_groups))  # without a selected group
     while len(selected) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
         tasks, cursor = order.draw(
             # Only what is missing, and no task twice: groups of one key would share their random streams.
@@ -235,7 +235,9 @@ def sample_step(
         if not tasks:
             break
         # Groups are numbered on through the rounds of a step.
-        round_modes = [with_help(modes(len(traces) + number), places[number]) for number in range(len(tasks))]
+        round_modes = [
+            with_help(modes(len(traces) + number), open_numbers[number]) for number in range(len(tasks))
+        ]
         prepare(tasks, round_modes)
         report = rollouts.run(
             tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
@@ -243,11 +245,9 @@ def sample_step(
         traces += report.traces
         chosen = report.traces if filtered is None else filtered.select(report.traces)
         selected += chosen
-        is_chosen = {id(trace) for trace in chosen}
-        filled = {
-            place for place, trace in zip(places, report.traces, strict=False) if id(trace) in is_chosen
-        }
-        places = [place for place in places if place not in filled]
+        selected_ids = {id(trace) for trace in chosen}
+        sampled = dict(zip(open_numbers, report.traces, strict=False))
+        open_numbers = [number for number in open_numbers if id(sampled.get(number)) not in selected_ids]
         faults += report.faults
         reasons += report.fault_reasons
         lags.append(report.loop_lag_s)

@@ -187,10 +187,14 @@ def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
 
 
 def score_mark(config: Mapping[str, str]) -> str:
-    """A sentence for scores of a run whose success rule is weaker than the benchmark's."""
-    if config.get("environment.success_at") != "positive":
-        return ""
-    return "Every final score above 0 counts as a success (environment.success_at = positive)."
+    """A sentence for scores of a run whose success rule is another one than the benchmark's."""
+    marks = {
+        ("environment.success_at", "positive"): "Every final score above 0 counts as a success",
+        ("environment.option_scoring", "released"): "Some goals cannot reach the full score",
+    }
+    return " ".join(
+        f"{text} ({key} = {value})." for (key, value), text in marks.items() if config.get(key) == value
+    )
 
 
 def evaluation_tables(run: RunData) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ floor plans, rules and texts; the published ones run in the package's engine.
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -16,11 +17,13 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from outrider.environments.alfworld.made_games import (
+    PUT,
     TASK_TYPES,
     VERBS,
     Scene,
     TaskType,
     make_scene,
+    put_command,
     shortest_plan,
 )
 from outrider.environments.alfworld.play import Engines, OfflineGame, PublishedGame, new_engine, plan_game
@@ -36,6 +39,7 @@ from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable
 from outrider.types import Task
 
+_LOG: Final = logging.getLogger(__name__)
 # Seconds that the package's engine may take to load a kitchen; loads and steps wait for one another.
 _LOAD_S: Final = 20.0
 _ENGINES: Final[dict[Callable[..., Any], Engines]] = {}  # the pools of this process, by what makes an engine
@@ -219,6 +223,7 @@ def published_tasks(settings: AlfworldConfig, split: Split) -> Iterator[Task]:
     """
     assert settings.data is not None
     root = settings.data / FOLDERS[split]
+    is_reported = False
     for file in sorted(root.rglob("traj_data.json")):
         name = file.parent.relative_to(root).as_posix()
         if "movable" in name or "Sliced" in name or not file.with_name(GAME).is_file():
@@ -229,8 +234,16 @@ def published_tasks(settings: AlfworldConfig, split: Split) -> Iterator[Task]:
             game = json.loads(content)
             goal = _TASK.search(game["grammar"])
             is_match = task_type in settings.task_types and bool(game.get("solvable"))
+            put = put_command(game["grammar"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{file.parent} is no ALFWorld game: {type(error).__name__}: {error}") from error
+        if put not in (None, PUT) and not is_reported:
+            is_reported = True
+            _LOG.warning(
+                "%s: games of this release put a thing down with %r, and the prompt names %r: examples "
+                "and prompts for one release fail in the other (outrider data check)",
+                root, put, PUT,
+            )  # fmt: skip
         if is_match:
             yield Task(
                 key=f"alfworld/published/{split}/{name}",

@@ -9,6 +9,7 @@ is drawn here.
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -323,6 +324,20 @@ def _carried(scene: Scene, state: State) -> Iterator[Command]:
 
 
 # Texts of ALFWorld's grammar (``alfred.twl2`` of the package 0.4.2).
+
+
+PUT: Final = "move {o} to {r}"
+_PUT: Final = re.compile(r'action\s+PutObject\s*\{\s*template\s*::\s*"([^"]+)"')
+
+
+def put_command(grammar: str) -> str | None:
+    """The command that puts a thing down in a game's grammar, :data:`PUT` here; None if there is none.
+
+    Releases of ALFWorld before 0.4 have another one, so that prompts and examples of one release teach
+    commands that the games of another do not know.
+    """
+    match = _PUT.search(grammar)
+    return match[1] if match else None
 
 
 NOTHING_HAPPENS: Final = "Nothing happens."

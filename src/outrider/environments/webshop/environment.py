@@ -124,6 +124,12 @@ class WebShopConfig(WindowedSettings):
     max_page_chars: Annotated[int, Field(ge=1)] = 2000
     """Limit of characters for an item's description, features, reviews or attributes."""
 
+    @property
+    def score_mark(self) -> str:
+        """With the released option scoring, some goals are impossible."""
+        is_fixed = self.option_scoring == "fixed"
+        return "" if is_fixed else 'option_scoring = "released": some goals cannot reach the full score'
+
     @model_validator(mode="after")
     def _validate(self) -> "WebShopConfig":
         if (self.products is None) != (self.attributes is None):
