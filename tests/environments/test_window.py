@@ -275,7 +275,7 @@ def test_an_invalid_reply_that_is_executed() -> None:
 def test_a_reply_without_a_command_costs_the_world_no_step() -> None:
     episode = started()
     result = act(episode, "nothing")
-    assert result.invalid and result.refused and result.text == f"{NOT_EXECUTED}\nplace 0 {{task}}"
+    assert result.invalid and not result.refused and result.text == f"{NOT_EXECUTED}\nplace 0 {{task}}"
     assert not result.done and "|2|Nothing was done" in text_of(episode)
     assert act(episode, say("jump")).invalid  # with strict, the world's own rule counts as well
     assert act(episode, say("done")).done
@@ -309,7 +309,9 @@ def test_a_copy_is_independent() -> None:
 @pytest.mark.parametrize("rule", [name for name in PARSE_RULES if name != "verl-agent-search"])
 def test_experts_write_what_every_rule_reads(rule: str) -> None:
     """Their turns solve the task and are valid, so that a cold start teaches the form."""
-    window = {"parse": rule, "actions": "numbered" if rule == "index" else "lines"}
+    window = {"parse": rule}
+    if rule == "index":
+        window |= {"actions": "numbered", "prompt": "scienceworld-numbered"}
     config = HouseConfig.model_validate({"num_train": 1, "context": "window", "window": window})
     task_set = make_task_set(config)
     factory = task_set.make()
@@ -453,6 +455,7 @@ def test_prompt_files_are_inputs(tmp_path: Path) -> None:
     [
         ({"window": {"steps": 3}}, "window has no effect with context"),
         ({"context": "window", "window": {"parse": "index"}}, "set actions = "),
+        ({"context": "window", "window": {"parse": "index", "actions": "numbered"}}, "set window.prompt to"),
         ({"context": "window", "window": {"actions": "templates"}}, "needs an environment with templates"),
         ({"context": "window", "window": {"steps": -1}}, "greater than or equal to 0"),
         ({"context": "window", "window": {"parse": "loose"}}, "strict-admissible"),

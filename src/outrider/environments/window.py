@@ -219,6 +219,11 @@ class WindowedSettings(EnvironmentSettings):
             raise ValueError('show_admissible has no effect with context = "window": set window.actions')
         if self.window.actions == "templates" and not self.has_templates:
             raise ValueError('window.actions = "templates" needs an environment with templates of commands')
+        if self.window.parse == "index" and self.window.prompt is None:
+            raise ValueError(
+                'window.parse = "index" reads the number of a command, and the default prompt requests tags: '
+                'set window.prompt to "scienceworld-numbered" or to a folder of yours'
+            )
         return self
 
     @property
@@ -383,7 +388,7 @@ class WindowEpisode(ExternalAgent):
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(
-                message=Message(role="user", content=text), invalid=not parsed.valid, refused=True
+                message=Message(role="user", content=text), invalid=not parsed.valid, refused=parsed.valid
             )
         self._num_invalid += result.invalid
         self._past = (*self._past, PastStep(self._observation, parsed.command, text))
