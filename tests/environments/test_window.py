@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,12 @@ def test_a_reply_without_a_command_costs_the_world_no_step() -> None:
     assert not result.done and "|2|Nothing was done" in text_of(episode)
     assert act(episode, say("jump")).invalid  # with strict, the world's own rule counts as well
     assert act(episode, say("done")).done
+
+
+def test_a_thought_that_an_endpoint_separates_is_part_of_the_reply() -> None:
+    turn = Message(role="assistant", content="<action>go 0</action>", reasoning="so")
+    assert not started(parse="verl-agent-30").step(turn).invalid
+    assert started(parse="verl-agent-30").step(replace(turn, reasoning="")).invalid
 
 
 def test_numbers_refer_to_the_list_that_is_shown() -> None:

@@ -375,7 +375,10 @@ class WindowEpisode(ExternalAgent):
         return text
 
     def step(self, message: Message) -> StepResult:
-        parsed = parse(self._settings.parse, message.content, self._commands)
+        reply = message.content
+        if message.reasoning:  # separated by an endpoint; in a rollout, the rule sees the whole turn
+            reply = f"<think>\n{message.reasoning}\n</think>\n\n{reply}"
+        parsed = parse(self._settings.parse, reply, self._commands)
         if parsed.executed:
             act = self._env.act if isinstance(self._env, EnvironmentEpisode) else self._world.act
             result = act(parsed.command)
