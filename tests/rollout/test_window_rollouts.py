@@ -14,7 +14,7 @@ from outrider.environments.window import WindowEpisode
 from outrider.errors import ConfigError
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
-from outrider.rollout.faults import failure_reasons
+from outrider.rollout.faults import failure_reasons, require_room
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.settings import Limits
@@ -145,6 +145,10 @@ def test_a_first_prompt_that_is_too_long_gets_no_turn(overflow: str) -> None:
     assert leaf.outcome is Outcome.TRUNCATED_TOKENS and not policy_turns(path) and not report.faults
     (reason,) = failure_reasons([trace], LIMITS, context_length=8192)
     assert f"environment.window.max_prompt_tokens = {limit}" in reason
+    with pytest.raises(
+        ConfigError, match=f"no prompt leaves .*window.max_prompt_tokens = {limit}, the short"
+    ):
+        require_room([trace], context_length=8192)
 
 
 @pytest.mark.parametrize("overflow", ["drop-oldest", "first-prompt"])
