@@ -122,7 +122,7 @@ def _walk(
     preset = getattr(settings, "preset", None)
     preset_label = f"preset {preset}" if isinstance(preset, str) else None
     for name, field in type(settings).model_fields.items():
-        if name not in plain:  # records leave it out at its default
+        if name not in plain:  # a setting that is only recorded if it is set
             continue
         default = _default(like, name, field)
         for raw in _below(getattr(settings, name), plain[name], default, set_keys, f"{above}{name}"):

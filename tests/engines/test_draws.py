@@ -156,7 +156,7 @@ def reference_truncation(weights: np.ndarray, top_k: int | None, top_p: float | 
             break
         kept[i] = weights[i]
         share += weights[i] / total
-    return kept / kept.sum()
+    return np.asarray(kept / kept.sum())
 
 
 @pytest.mark.parametrize(

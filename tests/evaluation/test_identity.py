@@ -177,3 +177,18 @@ def test_an_environment_without_tools_has_no_tool_use(
 ) -> None:
     printed = output_of_environment(tmp_path / "run", "webshop", capsys)
     assert "tokens" in printed and "used a tool" not in printed and "productivity" not in printed
+
+
+def test_eval_of_tasks_prints_the_conditions_of_its_scores_and_sends_the_truncation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = write_rows(tmp_path / "q.jsonl", [{"question": f"q{n}?", "answer": "a"} for n in range(2)])
+    options = ("--samples", "3", "--temperature", "0.6", "top_p=0.95", "top_k=20")
+    with chat_server(with_models(lambda asked: completion("\\boxed{a}"))) as server:
+        assert play(server, str(questions), tmp_path / "run", *options) == 0
+        bodies = [asked.body for asked in server.asked if asked.body is not None]
+    assert len(bodies) == 6
+    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in bodies} == {(0.6, 0.95, 20)}
+    panel = summary(tmp_path / "run")["panel_hash"]
+    line = f"panel {panel}, temperature 0.6, top_p 0.95, top_k 20, n = 3"
+    assert line in " ".join(capsys.readouterr().out.split())

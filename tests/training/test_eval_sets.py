@@ -2,18 +2,20 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import outrider
 from outrider.cli import main
 from outrider.config import load_settings
+from outrider.engines.base import EngineSettings
 from outrider.environments.base import EnvironmentSettings, listed_tasks, make_task_set, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.rollout.evaluate import evaluate
+from outrider.rollout.evaluate import evaluate, paired_gain
 from outrider.training.settings import RunSettings
 from outrider.training.trainer import Trainer
 from outrider.types import Task
@@ -169,6 +171,48 @@ def test_a_set_with_another_hash_is_refused_by_name(recipe: Path) -> None:
     sets = f'evaluation.panels=[{{name = "a"}}, {{name = "b", split = "train", sha256 = "{"0" * 64}"}}]'
     with pytest.raises(DataError, match=r"the sha256 of the evaluation set 'b' is 0{64}, theirs is"):
         outrider.evaluate(recipe, run=recipe.parent / "other", overrides=[sets])
+
+
+def test_the_likeliest_token_alone_is_greedy_and_the_record_names_the_truncation(recipe: Path) -> None:
+    runs = {"greedy": ["evaluation.temperature=0"], "top": ["evaluation.top_k=1"], "free": []}
+    for name, overrides in runs.items():
+        samples = "evaluation.num_samples=1"
+        outrider.evaluate(recipe, run=recipe.parent / name, overrides=[samples, *overrides])
+    greedy, top, free = [read_lines(recipe.parent / name)[0] for name in runs]
+    assert top["top_k"] == 1 and "top_p" not in top and not {"top_p", "top_k"} & free.keys()
+    texts = [
+        outrider.load_run(recipe.parent / name).evaluation_traces(0)["text"].to_pylist() for name in runs
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert top["task_scores"] == greedy["task_scores"]
+    assert paired_gain(free, top) is None and paired_gain(top, top) is not None
+    (run,) = read_run(recipe.parent / "top").evaluations
+    assert run.conditions != replace(run, top_k=None).conditions and run.truncation == {"top_k": 1.0}
+
+
+class UntruncatedSettings(EngineSettings):
+    """Of an engine that samples from all tokens."""
+
+    type: Literal["untruncated"] = "untruncated"
+
+
+def test_an_engine_that_cannot_truncate_is_refused(recipe: Path) -> None:
+    settings = settings_of(recipe, "evaluation.top_p=0.9")
+    with pytest.raises(ValueError, match=r"evaluation\.top_p and top_k: engine\.type = untruncated"):
+        settings.model_copy(update={"engine": UntruncatedSettings()})._validate()  # type: ignore[operator]
+
+
+def test_a_question_in_two_splits_is_reported_before_a_run_begins(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = [("Where is the moon?", "up"), ("where is the  LAMP", "hill"), ("Where is the sun?", "up")]
+    rows = (json.dumps({"question": question, "answer": answer}) for question, answer in questions)
+    (recipe.parent / "held.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    assert main(["train", str(recipe), "--dry-run", "environment.test.path=held.jsonl"]) == 0
+    assert (
+        "EVALUATION ON TRAINING TASKS: 1 of the 3 evaluation tasks (split test) are training tasks, for "
+        "example 'where is the LAMP'; a score on them does not measure generalization"
+    ) in capsys.readouterr().out
 
 
 # Task lists.

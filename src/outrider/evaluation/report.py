@@ -19,6 +19,7 @@ _NAMES: Final[Mapping[Scorer | None, str]] = {
     "em": "exact match", "f1": "token F1", "math": "mathematically equal", "judge": "correct by the judge",
     None: "success",
 }  # fmt: skip
+_SAMPLING: Final = ("temperature", "top_p", "top_k")
 # 0 is a failure, 1 a success
 _SHARES: Final = frozenset({"em", "f1", "math_equal", "answer_contained", "format_ok"})
 # the metric that the score is
@@ -52,8 +53,8 @@ class Score:
 class EvalTasksReport:
     """``summary`` with the settings and identity of the evaluation. ``num_requested`` is the number of
     requested samples. ``num_unjudged`` counts the faults of the judge alone, whose answers are stored.
-    ``score_mark`` says what success means, if that is weaker than the benchmark's rule.
-    ``first_faults`` are examples of faults for display.
+    ``score_mark`` says what success means, if that is weaker than the benchmark's rule. ``split`` is that of
+    an environment's tasks. ``first_faults`` are examples of faults for display.
     """
 
     name: str
@@ -70,6 +71,7 @@ class EvalTasksReport:
     summary: EvalTasksSummary
     first_faults: tuple[SampleResult, ...] = ()
     score_mark: str = ""
+    split: str = ""
 
     @property
     def num_faults(self) -> int:
@@ -153,7 +155,11 @@ class EvalTasksReport:
         lines += [f"rules: {deviation}" for deviation in self.deviations]
         if self.num_left_out:
             lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
-        return [*lines, f"panel {self.panel_hash}"]
+        split = f"split {self.split}, " if self.split else ""
+        settings = [f"{key} {self.identity[key]}" for key in _SAMPLING if key in self.identity]
+        return [
+            *lines, f"{split}panel {self.panel_hash}, {', '.join([*settings, f'n = {self.num_samples}'])}"
+        ]  # fmt: skip
 
 
 def _finite(value: float) -> float | None:
@@ -225,6 +231,7 @@ def build_report(
         deviations=() if scorer is None else rules.deviations,
         summary=summarise_samples(results, settings.num_samples, rules=rules),
         first_faults=tuple(faults[:_MAX_FAULTS_SHOWN]),
+        split=settings.split if settings.runs_episodes else "",
     )
 
 
