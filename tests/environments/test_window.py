@@ -22,6 +22,7 @@ from outrider.environments.base import (
     StepResult,
     make_task_set,
     open_episode,
+    split_tasks,
 )
 from outrider.environments.conversations import Refusal
 from outrider.environments.house import HouseConfig
@@ -280,6 +281,15 @@ def test_a_reply_without_a_command_costs_the_world_no_step() -> None:
     assert not result.done and "|2|Nothing was done" in text_of(episode)
     assert act(episode, say("jump")).invalid  # with strict, the world's own rule counts as well
     assert act(episode, say("done")).done
+
+
+def test_a_task_list_selects_tasks(tmp_path: Path) -> None:
+    keys = [task.key for task in make_task_set(HouseConfig()).tasks("train")[:3]]
+    (tmp_path / "keys.txt").write_text(f"{keys[2]}\n{keys[0]}\n")
+    config = HouseConfig.model_validate(
+        {"context": "window", "task_list": {"train": str(tmp_path / "keys.txt")}}
+    )
+    assert [task.key for task in split_tasks(make_task_set(config), "train")] == [keys[2], keys[0]]
 
 
 def test_a_thought_that_an_endpoint_separates_is_part_of_the_reply() -> None:

@@ -285,15 +285,15 @@ class WindowTaskSet:
     stop: tuple[str, ...] = ()
 
     def __init__(self, task_set: TaskSet, settings: WindowedSettings) -> None:
-        self._task_set, self._settings = task_set, settings
+        self._task_set, self.settings = task_set, settings  # settings.task_list selects tasks
         self.name, self.stateful = task_set.name, task_set.stateful
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._task_set.tasks(split)
 
     def make(self) -> "WindowFactory":
-        templates = self._settings.templates()
-        return WindowFactory(self._task_set.make(), self._settings.window, templates)
+        templates = self.settings.templates()
+        return WindowFactory(self._task_set.make(), self.settings.window, templates)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         return self._task_set.expert(task, seed)
