@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider.algorithms.base import Algorithm, ObjectiveSettings
 from outrider.algorithms.distill import DistillSettings
@@ -40,7 +41,7 @@ def local(folder: Path) -> LocalLearner:
     policy, reference = alone(folder)
     settings = SimpleNamespace(
         algorithm=objective(), update=SETTINGS, engine=SimpleNamespace(is_exact=True),
-        cluster=SimpleNamespace(is_remote=True),
+        cluster=SimpleNamespace(is_remote=True), seed=0,
     )  # fmt: skip
     return LocalLearner(settings=cast(Any, settings), policy=policy, reference=reference)
 
@@ -107,14 +108,14 @@ def test_ranks_read_the_averages_of_one_process(ranks: ForkedRanks, folder: Path
     own = local(folder)
     step(own, helped(folder, 0))
     own.save(tmp_path)
+    assert own.teacher is not None and {*load_file(tmp_path / TEACHER)} == {*own.teacher.averages}
     ranks.call("load", str(tmp_path), 1)
-    assert own.teacher is not None
     masters, averages = state(ranks)
     assert equal(masters, dict(own.policy.masters)) and equal(averages, own.teacher.averages)
     (tmp_path / TEACHER).unlink()  # weights that another run wrote
     ranks.call("load", str(tmp_path), 1)
     masters, averages = state(ranks)
-    assert equal(masters, averages)
+    assert equal(masters, averages) and equal(masters, dict(own.policy.masters))
 
 
 def test_a_cold_start_and_bfloat16(folder: Path) -> None:

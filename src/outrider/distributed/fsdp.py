@@ -39,6 +39,7 @@ from outrider.training.adapters import choose_trained, layer_prefix, plain_names
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.policy import (
     SHARDS,
+    TEACHER,
     Policy,
     Ranks,
     Scorer,
@@ -360,15 +361,25 @@ def allocate(root: nn.Module, model: PreTrainedModel, *, device: str = "cpu") ->
             module._buffers[key] = value.to(device)
 
 
-def fill(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "") -> None:
-    """Read every tensor's shard from the safetensors of a folder, by its name after ``prefix``.
+def weights_reader(folder: Path, *, file: str | None = None) -> HuggingFaceStorageReader:
+    """Return a reader of one file of a folder, or of all safetensors but those of an averaged teacher, whose
+    tensors have the names of the policy's.
+    """
+    files = [folder / file] if file else sorted(set(folder.glob("*.safetensors")) - {folder / TEACHER})
+    reader = HuggingFaceStorageReader(str(folder))
+    reader.fs.ls = lambda path: [str(each) for each in files]  # type: ignore[method-assign]
+    return reader
+
+
+def fill(folder: Path, tensors: Mapping[str, Tensor], *, file: str | None = None) -> None:
+    """Read every tensor's shard by its name from one ``file`` or the weights of a folder.
 
     In a model's folder, weights that transformers stores differently from the files (for example the experts
     of a layer as one tensor) are read as a whole, layer by layer. Raises ModelError if one is missing.
     """
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = weights_reader(folder, file=file)
     known = reader.read_metadata().state_dict_metadata
-    keys, converted = {key.removeprefix(prefix): key for key in known if key.startswith(prefix)}, set[str]()
+    keys, converted = {key: key for key in known}, set[str]()
     if (folder / "config.json").is_file():
         converted, keys = _converted(folder, keys, tensors)
     if missing := [name for name in tensors if name not in keys and name not in converted]:
@@ -513,7 +524,7 @@ class ShardedPolicy(ShardedScorer, Policy):
     def load(self, folder: Path, *, num_steps: int) -> None:
         """Load a checkpoint of any number of ranks. Raises CheckpointError for one of another model."""
         source = tensor_folder(folder)
-        known = HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata
+        known = weights_reader(source).read_metadata().state_dict_metadata
         sizes = {name: tuple(entry.size) for name, entry in known.items()}  # type: ignore[union-attr]
         shapes = {name: tuple(entry.shape) for name, entry in self.masters.items()}
         saved_shapes = {name: size for name, size in sizes.items() if "/" not in name and name in shapes}

@@ -44,7 +44,6 @@ from outrider.training.learner import OnStep
 from outrider.training.packing import RolloutPath
 from outrider.training.policy import (
     TEACHER,
-    TEACHER_PREFIX,
     checkpoint_layers,
     export,
     save_teacher,
@@ -253,7 +252,7 @@ class Rank:
         self.policy.load(Path(folder), num_steps=num_steps)
         self._reset_teacher()
         if self.teacher is not None and (Path(folder) / TEACHER).exists():
-            fill(Path(folder), self._averages(), prefix=TEACHER_PREFIX)
+            fill(Path(folder), self._averages(), file=TEACHER)
         return self.policy.num_steps, self.policy.learning_rate
 
     def freeze_reference(self, path: str) -> None:

@@ -486,7 +486,6 @@ SHARDS: Final = "weights"
 MASTERS: Final = "masters.safetensors"
 OPTIMIZER: Final = "optimizer.safetensors"
 TEACHER: Final = "teacher.safetensors"  # of self-distillation, if it is a moving average
-TEACHER_PREFIX: Final = "teacher/"  # of its tensors' names, which would be those of the masters
 
 
 def tensor_files(folder: Path) -> list[str]:
@@ -875,9 +874,7 @@ class AveragedTeacher(Scorer):
         """Load what :meth:`save` wrote. Raises CheckpointError for another model, and OSError or
         SafetensorError.
         """
-        tensors = {
-            name.removeprefix(TEACHER_PREFIX): tensor for name, tensor in load_file(folder / TEACHER).items()
-        }
+        tensors = load_file(folder / TEACHER)
         require_shapes(folder, _shapes(self.averages), _shapes(tensors))
         for name, average in self.averages.items():
             average.copy_(tensors[name])
@@ -891,9 +888,7 @@ class AveragedTeacher(Scorer):
 
 def save_teacher(averages: Mapping[str, Tensor], folder: Path) -> None:
     """Write the averaged weights of a teacher, which any number of processes can read."""
-    save_file(
-        {TEACHER_PREFIX + name: tensor.contiguous() for name, tensor in averages.items()}, folder / TEACHER
-    )
+    save_file({name: tensor.contiguous() for name, tensor in averages.items()}, folder / TEACHER)
 
 
 def checkpoint_layers(model: nn.Module) -> None:

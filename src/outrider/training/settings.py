@@ -537,10 +537,16 @@ class RunSettings(Settings):
         """Check that no steps are inserted into a conversation that something else writes."""
         if not self.environment.keeps_conversations:
             return
+        is_window = self.environment.rebuilt_prompt_tokens is not None
+        if is_window and self.evaluation.num_trials and self.evaluation.memory == "reflexion":
+            raise ValueError(
+                "evaluation.memory = reflexion shows plans in the first prompt of a trial, and "
+                'environment.context = "window" builds every prompt anew: set context = "chat"'
+            )
         shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
         if self.algorithm.retrieves or shows_steps:
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
-            if self.environment.rebuilt_prompt_tokens is not None:
+            if is_window:
                 raise ValueError(
                     f"{source} shows retrieved steps inside a growing conversation, and "
                     'environment.context = "window" builds every prompt anew: set context = "chat"'
