@@ -152,9 +152,11 @@ def test_copies_of_a_window_are_independent() -> None:
     assert click.lower() in twin.request.messages[0].content
 
 
-def test_the_penalty_of_the_shop_is_refused_with_a_window() -> None:
+def test_settings_of_conversations_in_the_shop_are_refused_with_a_window() -> None:
     with pytest.raises(ValidationError, match=r"set algorithm\.invalid_penalty"):
         WebShopConfig(context="window", invalid_penalty=0.1)
+    with pytest.raises(ValidationError, match=r"set window\.actions"):
+        WebShopConfig(context="window", show_actions=False)
 
 
 # --- ScienceWorld ---

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from outrider.environments.base import (
     StepResult,
     make_task_set,
     open_episode,
+    split_tasks,
 )
 from outrider.environments.conversations import Refusal
 from outrider.environments.house import HouseConfig
@@ -275,10 +277,25 @@ def test_an_invalid_reply_that_is_executed() -> None:
 def test_a_reply_without_a_command_costs_the_world_no_step() -> None:
     episode = started()
     result = act(episode, "nothing")
-    assert result.invalid and result.refused and result.text == f"{NOT_EXECUTED}\nplace 0 {{task}}"
+    assert result.invalid and not result.refused and result.text == f"{NOT_EXECUTED}\nplace 0 {{task}}"
     assert not result.done and "|2|Nothing was done" in text_of(episode)
     assert act(episode, say("jump")).invalid  # with strict, the world's own rule counts as well
     assert act(episode, say("done")).done
+
+
+def test_a_task_list_selects_tasks(tmp_path: Path) -> None:
+    keys = [task.key for task in make_task_set(HouseConfig()).tasks("train")[:3]]
+    (tmp_path / "keys.txt").write_text(f"{keys[2]}\n{keys[0]}\n")
+    config = HouseConfig.model_validate(
+        {"context": "window", "task_list": {"train": str(tmp_path / "keys.txt")}}
+    )
+    assert [task.key for task in split_tasks(make_task_set(config), "train")] == [keys[2], keys[0]]
+
+
+def test_a_thought_that_an_endpoint_separates_is_part_of_the_reply() -> None:
+    turn = Message(role="assistant", content="<action>go 0</action>", reasoning="so")
+    assert not started(parse="verl-agent-30").step(turn).invalid
+    assert started(parse="verl-agent-30").step(replace(turn, reasoning="")).invalid
 
 
 def test_numbers_refer_to_the_list_that_is_shown() -> None:
@@ -309,7 +326,9 @@ def test_a_copy_is_independent() -> None:
 @pytest.mark.parametrize("rule", [name for name in PARSE_RULES if name != "verl-agent-search"])
 def test_experts_write_what_every_rule_reads(rule: str) -> None:
     """Their turns solve the task and are valid, so that a cold start teaches the form."""
-    window = {"parse": rule, "actions": "numbered" if rule == "index" else "lines"}
+    window = {"parse": rule}
+    if rule == "index":
+        window |= {"actions": "numbered", "prompt": "scienceworld-numbered"}
     config = HouseConfig.model_validate({"num_train": 1, "context": "window", "window": window})
     task_set = make_task_set(config)
     factory = task_set.make()
@@ -453,6 +472,7 @@ def test_prompt_files_are_inputs(tmp_path: Path) -> None:
     [
         ({"window": {"steps": 3}}, "window has no effect with context"),
         ({"context": "window", "window": {"parse": "index"}}, "set actions = "),
+        ({"context": "window", "window": {"parse": "index", "actions": "numbered"}}, "set window.prompt to"),
         ({"context": "window", "window": {"actions": "templates"}}, "needs an environment with templates"),
         ({"context": "window", "window": {"steps": -1}}, "greater than or equal to 0"),
         ({"context": "window", "window": {"parse": "loose"}}, "strict-admissible"),

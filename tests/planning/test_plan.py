@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outrider.algorithms.grpo import Grpo
+from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 from outrider.cli import main
 from outrider.config import validate
 from outrider.errors import ConfigError, ModelError
@@ -74,12 +76,42 @@ def test_restarted_contexts_count_for_the_update_and_not_for_the_engine() -> Non
         for history in ("keep", "strip")
     )
     assert stripped.context == kept.context == kept.episode_tokens == 3000
-    assert stripped.episode_tokens == stripped.training.max_tokens == 15_000
+    assert stripped.episode_tokens == 15_000 and stripped.training.max_tokens == 4096
     assert stripped.step_tokens == 5 * kept.step_tokens
     episodes = make_workload(
         validate(RunSettings, base | {"algorithm": {"type": "lamer"}}), prompt_tokens=1000
     )
     assert (episodes.context, episodes.step_tokens) == (3000, 3 * kept.step_tokens)
+
+
+class OwnLoss(Grpo):
+    def token_loss(self, inputs: TokenLossInputs) -> TokenLoss:
+        return super().token_loss(inputs)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ({"type": "grpo"}, 3000),
+        ({"type": "gspo"}, 15_000),
+        ({"type": "grpo", "sampler_correction": {"level": "geometric"}}, 15_000),
+        ({"type": "grpo", "sampler_rejection": {"scope": "max", "statistic": "k2"}}, 15_000),
+        ({"type": f"{__name__}:OwnLoss"}, 15_000),
+    ],
+    ids=lambda value: str(value),
+)
+def test_the_largest_micro_batch_is_a_context_unless_the_loss_needs_whole_rollouts(
+    algorithm: dict[str, Any], expected: int
+) -> None:
+    recipe = {
+        "algorithm": algorithm,
+        "environment": {"type": "webshop"},
+        "model": {"history_thinking": "strip"},
+        "rollout": {"max_turns": 5, "max_response_tokens": 2000},
+        "update": {"max_tokens": 100},
+    }
+    work = make_workload(validate(RunSettings, recipe), prompt_tokens=1000)
+    assert work.unit_tokens == work.training.max_tokens == expected
 
 
 def test_an_unknown_model_family_is_refused() -> None:

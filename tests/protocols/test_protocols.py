@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from outrider.protocols import (
     protocol_names,
     with_protocol,
 )
+from outrider.training.settings import RunSettings
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 RUNNABLE = [name for name in protocol_names() if not find_protocol(name).needed]
@@ -118,6 +120,50 @@ def test_recipe_keys_win_over_the_protocol() -> None:
     assert tree["environment"]["window"]["parse"] == "verl-agent-30"
     assert tree["environment"]["type"] == "alfworld"
     assert tree["protocol_sha256"] == find_protocol("verl-agent-alfworld").sha256
+
+
+@pytest.mark.parametrize(
+    ("protocol", "own", "dropped"),
+    [
+        ("verl-agent-alfworld", {"environment": {"context": "chat"}}, "environment.window"),
+        ("agent-lightning-scienceworld", {"environment": {"context": "window"}}, "environment.actions"),
+        ("verl-agent-alfworld", {"update": {"num_mini_batches": 2}}, "update.mini_batch_samples"),
+        ("agentgym-rl-scienceworld", {"update": {"mini_batch_samples": 64}}, "update.num_mini_batches"),
+        ("outrider-alfworld-fair", {"evaluation": {"num_tasks": 20}}, "evaluation.panels"),
+        ("verl-agent-alfworld", {"evaluation": {"panels": [{"name": "a"}]}}, "evaluation.num_tasks"),
+    ],
+)
+def test_settings_that_contradict_the_recipe_are_left_out(
+    protocol: str, own: dict[str, Any], dropped: str
+) -> None:
+    section, _, key = dropped.partition(".")
+    data = {"data": "/games"} if protocol.endswith("alfworld") else {}
+    tree = with_protocol({"protocol": protocol, **own})
+    assert key not in tree[section] and key in with_protocol({"protocol": protocol})[section]
+    own["environment"] = data | own.get("environment", {})
+    RunSettings.model_validate({"protocol": protocol, **own})
+
+
+def test_keys_of_another_meaning_are_not_filled() -> None:
+    """LUFFY has the key statistics with values of its own."""
+    tree = with_protocol({"protocol": "verl-agent-alfworld", "algorithm": {"type": "luffy"}})
+    assert "statistics" not in tree["algorithm"] and tree["algorithm"]["kl_weight"] == 0.01
+
+
+def test_points_of_evaluation_sets() -> None:
+    """The default split and number of tasks are not in use, and a pinned hash changes no point."""
+    name = "outrider-alfworld-fair"
+    tree = deepcopy(nested_settings(find_protocol(name).settings()))
+    tree["evaluation"] |= {"split": "test", "num_tasks": 200}
+    for entry in tree["evaluation"]["panels"]:
+        entry["sha256"] = "0" * 64
+    assert not compare_settings("run", tree, find_protocol(name)).with_status(Status.DIFFERS)
+    tree["evaluation"]["panels"][0]["num_tasks"] = 20
+    points = points_from_settings(tree)
+    assert (points["eval_split"], points["eval_tasks"]) == (["valid", "test"], [20, 134])
+    del tree["evaluation"]["panels"][1]
+    points = points_from_settings(tree)
+    assert (points["eval_split"], points["eval_tasks"]) == ("valid_seen", 20)
 
 
 def test_another_algorithm_gets_the_shared_settings() -> None:

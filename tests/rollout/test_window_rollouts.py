@@ -14,7 +14,7 @@ from outrider.environments.window import WindowEpisode
 from outrider.errors import ConfigError
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
-from outrider.rollout.faults import failure_reasons
+from outrider.rollout.faults import failure_reasons, require_room
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, StatelessHook
 from outrider.rollout.scheduler import RolloutReport, Scheduler
 from outrider.rollout.settings import Limits
@@ -135,6 +135,33 @@ def test_a_prompt_that_cannot_be_shortened_ends_the_rollout_and_names_the_limit(
     assert leaf.outcome is Outcome.TRUNCATED_TOKENS and path[-1].trainable
     (reason,) = failure_reasons([trace], LIMITS, context_length=8192)
     assert f"environment.window.max_prompt_tokens = {limit}" in reason
+
+
+@pytest.mark.parametrize("overflow", ["drop-oldest", "first-prompt"])
+def test_a_first_prompt_that_is_too_long_gets_no_turn(overflow: str) -> None:
+    limit = lengths()[0] - 1
+    trace, report = play(max_prompt_tokens=limit, overflow=overflow)
+    [(leaf, path)] = trace.rollouts()
+    assert leaf.outcome is Outcome.TRUNCATED_TOKENS and not policy_turns(path) and not report.faults
+    (reason,) = failure_reasons([trace], LIMITS, context_length=8192)
+    assert f"environment.window.max_prompt_tokens = {limit}" in reason
+    with pytest.raises(
+        ConfigError, match=f"no prompt leaves .*window.max_prompt_tokens = {limit}, the short"
+    ):
+        require_room([trace], context_length=8192)
+
+
+@pytest.mark.parametrize("overflow", ["drop-oldest", "first-prompt"])
+def test_a_turn_before_a_shortened_prompt_stays_invalid(overflow: str) -> None:
+    """Otherwise a penalty of invalid turns would depend on the length of the next prompt."""
+
+    def script(request: Request, context: str) -> str:
+        return "no command" if request.request_id.endswith("1") else go_round(request, context)
+
+    trace, _ = play(script, max_prompt_tokens=lengths()[1], overflow=overflow)
+    [(leaf, path)] = trace.rollouts()
+    assert leaf.metrics["num_shortened_prompts"] > 0
+    assert [node.metadata["invalid"] for node in path if node.trainable] == [False, True, False, False]
 
 
 @pytest.mark.parametrize("turn", [0, 2])

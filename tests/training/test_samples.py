@@ -86,8 +86,11 @@ def test_a_rollout_is_packed_once_for_every_context() -> None:
         (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2),
     ]  # fmt: skip
     assert batch.turn_T.tolist() == [0, 0, 1, 2, 3, 3]
-    # samples of a rollout stay together, whatever a micro-batch may hold
-    assert [one.num_tokens for one in pack(rollout_paths([trace]), max_tokens=1)] == [6, 8]
+    paths = rollout_paths([trace])
+    # samples of a rollout stay together if they fit, and always if the loss needs all of them
+    assert [one.num_tokens for one in pack(paths, max_tokens=8)] == [6, 8]
+    assert [one.num_tokens for one in pack(paths, max_tokens=7)] == [7, 5]
+    assert [one.num_tokens for one in pack(paths, max_tokens=1, whole_rollouts=True)] == [6, 8]
 
 
 def grown(random: Random) -> Trace:

@@ -158,6 +158,7 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_refused(root: Path) -> No
             "reads plain messages",
         ),
         (("cold_start.num_examples=1", "cold_start.retrieve_share=0.5"), "cold_start.retrieve_share shows"),
+        (("evaluation.num_trials=2", "evaluation.memory=reflexion"), "shows plans in the first prompt"),
     ],
 )
 def test_what_needs_a_growing_conversation_says_so(

@@ -178,6 +178,25 @@ class ObjectiveSettings(Settings):
         return False
 
     @property
+    def whole_rollout_settings(self) -> list[str]:
+        """The settings in use whose loss of a token depends on the other tokens of its rollout."""
+        distill, correction, rejection = self.distill, self.sampler_correction, self.sampler_rejection
+        settings = {
+            "algorithm.loss.type = gspo": self.loss.type == "gspo",
+            "algorithm.sampler_correction.level": correction is not None and correction.level != "token",
+            "algorithm.sampler_rejection.scope": rejection is not None and rejection.scope != "token",
+            "algorithm.distill.discount": distill is not None and distill.discount > 0,
+        }
+        return [name for name, is_used in settings.items() if is_used]
+
+    @property
+    def needs_whole_rollouts(self) -> bool:
+        """Whether a micro-batch must have all contexts of a rollout."""
+        # a context may have observations and no trained token
+        has_observations = self.observation_nll > 0
+        return bool(self.whole_rollout_settings) or has_observations or is_plugin_loss(self.token_loss)
+
+    @property
     def drops_groups(self) -> bool:
         """Whether a step may sample additional tasks to replace groups that it does not train on."""
         return False
@@ -260,6 +279,11 @@ class ObjectiveSettings(Settings):
         from outrider.algorithms.losses import configured_loss
 
         return configured_loss(inputs, self)
+
+
+def is_plugin_loss(token_loss: "Callable[..., TokenLoss]") -> bool:
+    """Whether a loss is that of a plug-in, which may need all tokens of a rollout at once."""
+    return not token_loss.__module__.startswith("outrider.")
 
 
 class TurnScoreSettings(ObjectiveSettings):

@@ -153,6 +153,8 @@ def _cost(parsed: argparse.Namespace) -> int:
     from outrider.printing import FittedTable, Terminal
     from outrider.training.settings import RunSettings
 
+    if parsed.thought < 0:
+        raise ConfigError("--thought must be at least 0")
     num_steps = find_protocol(parsed.name).points.get("history_steps")
     if find_protocol(parsed.name).points["tasks"] != "alfworld" or not isinstance(num_steps, int):
         raise ConfigError(f"{parsed.name} does not play ALFWorld with a window: its cost cannot be counted")

@@ -219,6 +219,11 @@ class WindowedSettings(EnvironmentSettings):
             raise ValueError('show_admissible has no effect with context = "window": set window.actions')
         if self.window.actions == "templates" and not self.has_templates:
             raise ValueError('window.actions = "templates" needs an environment with templates of commands')
+        if self.window.parse == "index" and self.window.prompt is None:
+            raise ValueError(
+                'window.parse = "index" reads the number of a command, and the default prompt requests tags: '
+                'set window.prompt to "scienceworld-numbered" or to a folder of yours'
+            )
         return self
 
     @property
@@ -280,15 +285,15 @@ class WindowTaskSet:
     stop: tuple[str, ...] = ()
 
     def __init__(self, task_set: TaskSet, settings: WindowedSettings) -> None:
-        self._task_set, self._settings = task_set, settings
+        self._task_set, self.settings = task_set, settings  # settings.task_list selects tasks
         self.name, self.stateful = task_set.name, task_set.stateful
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._task_set.tasks(split)
 
     def make(self) -> "WindowFactory":
-        templates = self._settings.templates()
-        return WindowFactory(self._task_set.make(), self._settings.window, templates)
+        templates = self.settings.templates()
+        return WindowFactory(self._task_set.make(), self.settings.window, templates)
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         return self._task_set.expert(task, seed)
@@ -335,6 +340,7 @@ class WindowEpisode(ExternalAgent):
         self._num_shown = self._num_invalid = self._num_shortened = 0
         self._is_first_prompt = self._is_shortened = False
         self._request = Conversation(messages=())
+        self._result = StepResult()
         if isinstance(env, CopyableEnvironment):  # the loop checks whether the method exists
             self.copy = self._copy
 
@@ -352,6 +358,7 @@ class WindowEpisode(ExternalAgent):
     def reset(self, seed: int) -> Sequence[Message]:
         self._env.reset(seed)
         self._past, self._num_invalid, self._num_shortened = (), 0, 0
+        self._result = StepResult()
         # The trace stores it for the first prompt: algorithms compare observations, not prompts.
         self.opening = self._observation = self._world_observation = self._world.opening
         self._start_turn()
@@ -368,7 +375,10 @@ class WindowEpisode(ExternalAgent):
         return text
 
     def step(self, message: Message) -> StepResult:
-        parsed = parse(self._settings.parse, message.content, self._commands)
+        reply = message.content
+        if message.reasoning:  # separated by an endpoint; in a rollout, the rule sees the whole turn
+            reply = f"<think>\n{message.reasoning}\n</think>\n\n{reply}"
+        parsed = parse(self._settings.parse, reply, self._commands)
         if parsed.executed:
             act = self._env.act if isinstance(self._env, EnvironmentEpisode) else self._world.act
             result = act(parsed.command)
@@ -381,11 +391,11 @@ class WindowEpisode(ExternalAgent):
         else:
             text = f"{NOT_EXECUTED}\n{self._world_observation}"
             result = StepResult(
-                message=Message(role="user", content=text), invalid=not parsed.valid, refused=True
+                message=Message(role="user", content=text), invalid=not parsed.valid, refused=parsed.valid
             )
         self._num_invalid += result.invalid
         self._past = (*self._past, PastStep(self._observation, parsed.command, text))
-        self._observation = text
+        self._observation, self._result = text, result
         if not result.done:
             self._start_turn()
         return result
@@ -404,7 +414,8 @@ class WindowEpisode(ExternalAgent):
         self._num_shortened += not self._is_shortened
         self._is_shortened = True
         self._request = self._rendered()
-        return StepResult(message=Message(role="user", content=self._observation))
+        # The rollout records this result in place of that of the turn before, so it has the same reward.
+        return replace(self._result, message=Message(role="user", content=self._observation))
 
     def result(self) -> EpisodeResult:
         record = self._env.result()

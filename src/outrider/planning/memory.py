@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from outrider.algorithms.base import Algorithm, is_plugin_loss
 from outrider.engines.base import VllmSettings
 from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
+from outrider.plugins.registry import resolve
 from outrider.training.settings import RunSettings
 
 MARGIN: Final = 1.1  # fragmentation of the allocator, and buffers that no formula includes
@@ -177,7 +179,8 @@ USED_SHARE: Final = 0.35  # of a device's peak rate, an assumption
 class Workload:
     """``context``: tokens of the longest episode, prompt and response. ``shares_weights``: the engine is the
     model that trains. ``extra_forwards``: passes without a gradient over the tokens of an update.
-    ``contexts``: samples that an episode may become at most, which are one micro-batch together.
+    ``contexts``: samples that an episode may become at most; with ``whole_rollouts`` they are one micro-batch
+    together.
     ``engine_memory``: ``engine.memory`` of the vLLM engine; ``has_vllm``: whether there is one.
     """
 
@@ -187,6 +190,7 @@ class Workload:
     shares_weights: bool
     extra_forwards: int
     contexts: int = 1
+    whole_rollouts: bool = False
     has_vllm: bool = False
     engine_memory: float | None = None
 
@@ -194,6 +198,11 @@ class Workload:
     def episode_tokens(self) -> int:
         """Maximum number of tokens that an update computes per episode."""
         return self.context * self.contexts
+
+    @property
+    def unit_tokens(self) -> int:
+        """Maximum number of tokens that no ``update.max_tokens`` splits between micro-batches."""
+        return self.episode_tokens if self.whole_rollouts else self.context
 
     @property
     def step_tokens(self) -> int:
@@ -241,10 +250,10 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     )
     distill = algorithm.distill
     is_averaged = distill is not None and distill.teacher == "ema"  # a second copy, like a reference
-    return Workload(
+    token_loss = getattr(resolve("algorithms", algorithm.type), "token_loss", Algorithm.token_loss)
+    work = Workload(
         training=Training(
-            # a longer rollout is a separate micro-batch
-            max_tokens=max(update.max_tokens, context * contexts),
+            max_tokens=update.max_tokens,
             precision=precision,
             checkpointed=update.checkpoint_activations,
             has_reference=algorithm.needs_reference or is_averaged,
@@ -257,9 +266,13 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         shares_weights=settings.engine.is_exact,
         extra_forwards=has_several_updates + algorithm.needs_reference + (distill is not None),
         contexts=contexts,
+        whole_rollouts=algorithm.needs_whole_rollouts or is_plugin_loss(token_loss),
         has_vllm=isinstance(engine, VllmSettings),
         engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,
     )
+    # a longer context is a separate micro-batch
+    max_tokens = max(update.max_tokens, work.unit_tokens)
+    return replace(work, training=replace(work.training, max_tokens=max_tokens))
 
 
 # Whether the processes of a layout fit on their GPUs.
@@ -432,7 +445,7 @@ def suggested_overrides(shape: ModelShape, work: Workload, layout: Layout, *, gp
     """Return settings, each of which alone is sufficient to fit.
 
     These are activation checkpoints; the largest ``update.max_tokens``, halving the recipe's value, but at
-    least the longest episode, because an episode is at least one micro-batch; and the smallest
+    least the longest context, or episode, that is always in one micro-batch; and the smallest
     ``engine.memory`` in steps of 0.05 with room for an episode.
     """
 
@@ -443,7 +456,7 @@ def suggested_overrides(shape: ModelShape, work: Workload, layout: Layout, *, gp
     if not training.checkpointed and fits(replace(work, training=replace(training, checkpointed=True))):
         overrides.append("update.checkpoint_activations=true")
     tokens = training.max_tokens // 2
-    while tokens >= max(work.episode_tokens, _MIN_TOKENS):
+    while tokens >= max(work.unit_tokens, _MIN_TOKENS):
         if fits(replace(work, training=replace(training, max_tokens=tokens))):
             overrides.append(f"update.max_tokens={tokens}")
             break

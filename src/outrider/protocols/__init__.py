@@ -35,6 +35,7 @@ _REPLACED: Final[Mapping[str, Sequence[str]]] = {
     "update.mini_batch_samples": ("update.num_mini_batches",),
 }
 """Settings that a protocol does not fill if the recipe sets the key, which decides the same."""
+_OF_CHAT: Final = ("environment.actions", "environment.show_admissible", "environment.show_valid_actions")
 COMPARABLE: Final = frozenset({"play", "data", "evaluation"})
 """Groups of points in which scores of one test agree."""
 
@@ -183,8 +184,10 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         return tree
     protocol = find_protocol(name)
     replaced = {name for key in flat_settings(tree) for name in _REPLACED.get(key, ())}
-    if _table(tree, "environment").get("context") == "chat":
-        replaced |= {key for key in protocol.settings() if key.startswith(_WINDOW)}
+    context = _table(tree, "environment").get("context")
+    if context in ("chat", "window"):
+        others = (_WINDOW,) if context == "chat" else _OF_CHAT
+        replaced |= {key for key in protocol.settings() if key.startswith(others)}
     settings = {key: value for key, value in protocol.settings().items() if key not in replaced}
     filled = nested_settings(settings)
     kind = filled["environment"]["type"]
@@ -198,7 +201,12 @@ def with_protocol(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         chosen = expand_preset("algorithms", {"type": algorithm["type"], **method})
         own = load_settings_class("algorithms", str(chosen["type"]))
         presets: Mapping[str, Mapping[str, Any]] = getattr(own, "presets", {})
+        base = load_settings_class("algorithms", algorithm["type"]).model_fields
         shared = own.model_fields.keys() - {"advantage", *presets.get(str(chosen.get("preset")), ())}
+        # A key of the same name may have other values: LUFFY's statistics are "mixed" or "on_policy".
+        shared = {
+            key for key in shared if key in base and own.model_fields[key].annotation == base[key].annotation
+        }
         filled["algorithm"] = {key: value for key, value in algorithm.items() if key in shared}
         filled["algorithm"]["type"] = method.get("type", algorithm["type"])
     return {**_merged(filled, tree), "protocol_sha256": protocol.sha256}
@@ -254,6 +262,12 @@ def points_from_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     flat = _DEFAULTS | flat_settings(tree)
     if earlier := flat.get("rollout.earlier_max_turns"):
         flat["rollout.max_turns"] = [*earlier, flat["rollout.max_turns"]]
+    if panels := flat.get("evaluation.panels"):
+        # The hash of a set follows from the other keys; the default split and number are not in use.
+        flat["evaluation.panels"] = [{**entry, "sha256": _NONE} for entry in panels]
+        for key in ("split", "num_tasks"):
+            values = [entry[key] for entry in panels]
+            flat[f"evaluation.{key}"] = values if len(values) > 1 else values[0]
     if flat["environment.context"] != "window":
         flat = {key: value for key, value in flat.items() if not key.startswith(_WINDOW)}
     points = {name: point.value(flat) for name, point in all_points().items()}

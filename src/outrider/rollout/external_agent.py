@@ -119,9 +119,10 @@ class ExternalAgentRunner(EpisodeRunner):
         num_cut = 0
         tools = episode.tools  # read now: the program may end after its first request
         while True:
+            request, problem = episode.request, ""
             try:
-                ids, num_cut = cut_prompt(opening_ids(episode.request, self.renderer), episode.request)
-                self._require_room(len(ids), episode.request)
+                ids, num_cut = cut_prompt(opening_ids(request, self.renderer), request)
+                self._require_room(len(ids), request)
             except Unanswerable as error:
                 result = await self._refuse(episode, error.refusal)
                 if result is not None and not result.done:
@@ -130,9 +131,14 @@ class ExternalAgentRunner(EpisodeRunner):
                     raise EnvironmentFault(
                         f"the program ended without a request that can be served; the last: {error}"
                     ) from error
+                problem = error.refusal.reason
             state = self._new_state(ExternalAgentState, task, trace, episode, rollout, mode, ids, tools)
             if num_cut:
                 state.last_node.metadata["num_tokens_cut"] = num_cut
+            if problem:  # no turn follows, although the context may have room for one
+                state.num_response_tokens = self.limits.max_response_tokens
+                if request.prompt_limit is not None:
+                    state.last_node.metadata[LIMIT] = f"environment.window: {problem}"
             return state
 
     async def _sample(

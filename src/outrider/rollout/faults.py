@@ -267,7 +267,7 @@ def rejoin(trace: Trace) -> None:
 
 CUT = "cut by "
 LIMIT: Final = "limit"
-"""Key of a policy node's metadata: the limit that left no room for the observation behind it."""
+"""Key of a node's metadata: the limit that left no room for what would follow the node."""
 
 
 def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, context_length: int) -> str | None:
@@ -354,16 +354,14 @@ def require_room(traces: Sequence[Trace], *, context_length: int) -> list[str]:
         ConfigError: if no prompt leaves room, so that nothing can be generated.
     """
     rollouts = [(trace.task.key, leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
-    lengths = {
-        key: sum(len(node.token_ids) for node in path)
-        for key, leaf, path in rollouts
-        if has_no_room(leaf, path)
-    }
+    paths = {key: path for key, leaf, path in rollouts if has_no_room(leaf, path)}
+    lengths = {key: sum(len(node.token_ids) for node in path) for key, path in paths.items()}
     if not lengths:
         return []
     num = sum(has_no_room(leaf, path) for _, leaf, path in rollouts)
     key = min(lengths, key=lambda task_key: lengths[task_key])
-    room = f"model.context_length: the context has {context_length} tokens"
+    context = f"model.context_length: the context has {context_length} tokens"
+    room = paths[key][-1].metadata.get(LIMIT, context)
     if num == len(rollouts):
         raise ConfigError(
             f"no prompt leaves the policy room to write; {room}, the shortest prompt ({key}) has "

@@ -254,16 +254,19 @@ def advantages_by_rollout(
     ]
 
 
-def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[PackedBatch]:
-    """Micro-batches of at most ``max_tokens`` unique tokens (a longer single rollout gets its own), in order.
+def pack(
+    sequences: Iterable[RolloutPath], *, max_tokens: int, whole_rollouts: bool = False
+) -> Iterator[PackedBatch]:
+    """Micro-batches of at most ``max_tokens`` unique tokens, in order.
 
     Rollouts that fall into one micro-batch share their common beginning; the loss is the same for any split.
-    The samples of a rollout with several contexts stay together.
+    A rollout of more than ``max_tokens`` is split between its contexts, and a longer single context is a
+    micro-batch of its own. With ``whole_rollouts`` the contexts of every rollout stay together.
     """
     waiting: list[RolloutPath] = []
     counted: dict[_NodeKey, int] = {}
     num_tokens = 0
-    for sequence in sequences:
+    for sequence in sequences if whole_rollouts else _split_long(sequences, max_tokens):
         size = _count_new(sequence, counted)
         if waiting and num_tokens + size > max_tokens:
             yield _build_batch(waiting)
@@ -273,6 +276,18 @@ def pack(sequences: Iterable[RolloutPath], *, max_tokens: int) -> Iterator[Packe
         num_tokens += size
     if waiting:
         yield _build_batch(waiting)
+
+
+def _split_long(sequences: Iterable[RolloutPath], max_tokens: int) -> Iterator[RolloutPath]:
+    """Replace each rollout of more than ``max_tokens`` by its contexts with trained tokens."""
+    for sequence in sequences:
+        if _count_new(sequence, {}) <= max_tokens or len(samples := _samples(sequence)) == 1:
+            yield sequence
+            continue
+        for sample in samples:
+            # The others predict nothing: without another sample in the micro-batch, it would be empty.
+            if any(node.token_ids and advantages_by_rollout(node, [sample]) for node in sample.nodes):
+                yield sample
 
 
 def _count_new(sequence: RolloutPath, counted: dict[_NodeKey, int]) -> int:

@@ -454,11 +454,13 @@ class SingleRank:
         return list(paths)
 
 
-def pack_for_rank(paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int) -> list[PackedBatch]:
+def pack_for_rank(
+    paths: Sequence[RolloutPath], ranks: Ranks, *, max_tokens: int, whole_rollouts: bool = False
+) -> list[PackedBatch]:
     """Return the micro-batches of this rank's rollouts. With several ranks the largest come first, so
     that ranks compute batches of similar size at the same time.
     """
-    batches = list(pack(paths, max_tokens=max_tokens))
+    batches = list(pack(paths, max_tokens=max_tokens, whole_rollouts=whole_rollouts))
     return batches if ranks.size == 1 else sorted(batches, key=lambda batch: -batch.num_tokens)
 
 

@@ -117,7 +117,8 @@ class UpdateSettings(Settings):
     ``num_mini_batches`` splits the tasks of a step into that many optimizer steps. With
     ``mini_batch_samples`` N, the samples of a step (a rollout, or each of its contexts if it has several)
     are shuffled, and every N of them are one optimizer step; the last step has the rest. ``num_epochs``
-    repeats the optimizer steps. ``max_tokens`` limits the unique tokens of a micro-batch.
+    repeats the optimizer steps. ``max_tokens`` limits the unique tokens of a micro-batch;
+    a longer rollout is split between its contexts, unless the loss needs all of its tokens at once.
     ``max_logprob_gap`` stops the run before its first update if the log-probs of trainer and engine
     differ by more (mean absolute difference over a mini-batch, nats), which indicates a fault of the
     template or the weights. ``checkpoint_activations`` trades a second forward pass for the memory of the
@@ -490,9 +491,7 @@ class RunSettings(Settings):
         if self.update.mini_batch_samples is None:
             return
         algorithm = self.algorithm
-        distill, correction, rejection = (
-            algorithm.distill, algorithm.sampler_correction, algorithm.sampler_rejection,
-        )  # fmt: skip
+        distill = algorithm.distill
         if distill is not None and distill.form == "advantage_scale":
             raise ValueError(
                 "algorithm.distill.scale_steps counts training steps, and update.mini_batch_samples makes a "
@@ -503,13 +502,7 @@ class RunSettings(Settings):
             or self.model.history_thinking == "strip"
             or getattr(algorithm, "num_episodes", 1) > 1
         )
-        features = {
-            "algorithm.loss.type = gspo": algorithm.loss.type == "gspo",
-            "algorithm.sampler_correction.level": correction is not None and correction.level != "token",
-            "algorithm.sampler_rejection.scope": rejection is not None and rejection.scope != "token",
-            "algorithm.distill.discount": distill is not None and distill.discount > 0,
-        }
-        if is_divided and (refused := [name for name, is_used in features.items() if is_used]):
+        if is_divided and (refused := algorithm.whole_rollout_settings):
             raise ValueError(
                 f"{refused[0]} needs all tokens of a rollout, and update.mini_batch_samples divides rollouts "
                 "that have several contexts: use update.num_mini_batches"
@@ -544,10 +537,16 @@ class RunSettings(Settings):
         """Check that no steps are inserted into a conversation that something else writes."""
         if not self.environment.keeps_conversations:
             return
+        is_window = self.environment.rebuilt_prompt_tokens is not None
+        if is_window and self.evaluation.num_trials and self.evaluation.memory == "reflexion":
+            raise ValueError(
+                "evaluation.memory = reflexion shows plans in the first prompt of a trial, and "
+                'environment.context = "window" builds every prompt anew: set context = "chat"'
+            )
         shows_steps = self.cold_start.num_examples and self.cold_start.retrieve_share
         if self.algorithm.retrieves or shows_steps:
             source = "cold_start.retrieve_share" if shows_steps else f"algorithm.type = {self.algorithm.type}"
-            if self.environment.rebuilt_prompt_tokens is not None:
+            if is_window:
                 raise ValueError(
                     f"{source} shows retrieved steps inside a growing conversation, and "
                     'environment.context = "window" builds every prompt anew: set context = "chat"'

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.base import ObjectiveSettings, is_plugin_loss
 from outrider.algorithms.distill import DistillSettings
 from outrider.algorithms.losses import (
     OldLogprobs,
@@ -241,6 +241,8 @@ def update(
         policy=policy,
         objective=objective,
         token_loss=token_loss or objective.token_loss,
+        whole_rollouts=objective.needs_whole_rollouts
+        or (token_loss is not None and is_plugin_loss(token_loss)),
         settings=settings,
         # A reference that only the reward needs has been used before.
         reference=reference if objective.kl_weight > 0 else None,
@@ -401,6 +403,7 @@ class _Update:
     policy: Policy
     objective: ObjectiveSettings
     token_loss: TokenLossFn
+    whole_rollouts: bool
     settings: UpdateSettings
     reference: Scorer | None
     teacher: Scorer
@@ -656,7 +659,9 @@ class _Update:
 
     def _pack(self, paths: Sequence[RolloutPath]) -> list[PackedBatch]:
         ranks = self.policy.ranks
-        return pack_for_rank(ranks.share(paths), ranks, max_tokens=self.settings.max_tokens)
+        return pack_for_rank(
+            ranks.share(paths), ranks, max_tokens=self.settings.max_tokens, whole_rollouts=self.whole_rollouts
+        )
 
     def _measure_mismatch(self, mismatch_O: Tensor) -> None:
         """Trainer against engine, over the tokens that both have from the same weights."""

@@ -74,7 +74,7 @@ class ScienceWorldConfig(WindowedSettings):
     step).
     """
     num_shown_actions: Annotated[int, Field(ge=1)] = 200
-    """Most commands in the list of ``show_valid_actions``."""
+    """Most commands in the list of ``show_valid_actions``, and in that of a window."""
     correct_actions: bool = False
     """Replace a command by the most similar valid one, as EMPO²'s released wrapper does. This can cause a
     fatal ``focus on``.
@@ -125,7 +125,8 @@ class ScienceWorldConfig(WindowedSettings):
     @property
     def has_experts(self) -> bool:
         """None for numbered commands: the command of a walkthrough may not be in the list."""
-        return self.actions != "numbered"
+        has_numbers = self.window.parse == "index" if self.context == "window" else self.actions == "numbered"
+        return not has_numbers
 
     @property
     def score_mark(self) -> str:

@@ -139,6 +139,8 @@ class WebShopConfig(WindowedSettings):
                 'invalid_penalty does not know the rule of window.parse: with context = "window", '
                 "set algorithm.invalid_penalty"
             )
+        if self.context == "window" and not self.show_actions:
+            raise ValueError('show_actions is of conversations: with context = "window", set window.actions')
         return self
 
 
