@@ -25,9 +25,9 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import StepFilter, history_text
 from outrider.metrics import declared_metric
 from outrider.tokens import ChatRenderer
-from outrider.trace import Node, Trace, with_help, without_memory
+from outrider.trace import Leaf, Node, Trace, with_help, without_memory
 from outrider.training.settings import RunSettings
-from outrider.types import Message, Origin, Role, Step, Task, Trajectory
+from outrider.types import Message, Origin, Outcome, Role, Step, Task, Trajectory
 from tests.algorithms.test_distill_help import (
     GO,
     RENDERER,
@@ -277,6 +277,15 @@ def test_contexts_that_begin_anew_have_rooms_of_their_own() -> None:
     assert last is not None
     places = help_positions(trace.path(last.node_id), opening, place="turn")
     assert [(node.node_id, offset) for node, offset in places] == [(0, 2), (2, 2), (4, 2)]
+    trace.finish(Leaf(node_id=last.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=1.0))
+    trace.nodes[2].token_ids = (1, *range(100), *opening)  # a longer context than the others
+    size = RENDERER.count_tokens(f"{BEGIN}{TEXT}")
+    for room, expected in ((5 + size, [0, 4]), (104 + size, [0, 2, 4])):
+        trace.help.clear()
+        hook_for({"place": "turn"}, context_length=room).after_group(trace)
+        assert [part.node_id for part in trace.help[0]] == expected
+    hook_for({"place": "first"}, context_length=5 + size).after_group(trace)
+    assert reasons(trace) == {0: "no_room"}  # one text for all contexts
 
 
 def test_help_at_a_turn_comes_after_a_prefix() -> None:

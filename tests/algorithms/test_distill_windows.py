@@ -45,4 +45,5 @@ def test_every_prompt_has_the_help_once(place: str) -> None:
     assert [n.token_ids for n in path] == [n.token_ids for n in bare_path]
     assert sum(n.origin is Origin.MEMORY for n in seen) == len(plain.help[0]) == 4
     size = len(plain.help[0][0].token_ids)
-    assert help_metrics([plain])["distill/help_tokens"] == size
+    for trace in (plain, shown):
+        assert help_metrics([trace])["distill/help_tokens"] == size

@@ -24,6 +24,7 @@ from outrider.config import validate
 from outrider.errors import CheckpointError, ConfigError
 from outrider.metrics import declared_metric
 from outrider.trace import Trace
+from outrider.training.settings import RunSettings
 from outrider.training.update import rollout_paths
 from outrider.types import Origin, Task
 from tests.algorithms.builders import add_node, finish, new_trace
@@ -257,6 +258,18 @@ def test_without_a_bonus_nothing_is_added() -> None:
     assert [leaf.intrinsic for leaf, _ in trace.rollouts()] == [0.0, 0.0]
     with pytest.raises(ConfigError, match=r"remove \[algorithm.bonus\]"):
         replay(bonus={}, advantage="pass_at_k", pass_k=2)
+
+
+def test_a_bonus_needs_calls_or_actions() -> None:
+    def run(environment: dict[str, Any]) -> RunSettings:
+        algorithm = {"type": "rollout_replay", "bonus": {}}
+        return validate(RunSettings, {"environment": environment, "algorithm": algorithm})
+
+    puzzles = {"type": "reasoning_gym"}
+    with pytest.raises(ConfigError, match=r"environment.tools is empty"):
+        run(puzzles)
+    for environment in ({"type": "house"}, puzzles | {"tools": ["python"]}):
+        assert run(environment).environment.type == environment["type"]
 
 
 def test_spear_vectors_of_the_advantages() -> None:

@@ -268,7 +268,7 @@ def learner(distill: dict[str, Any], *, seed: int = 0) -> LocalLearner:
     chosen = objective(**distill)
     settings = SimpleNamespace(
         algorithm=chosen, update=UpdateSettings(max_logprob_gap=1e9),
-        engine=SimpleNamespace(is_exact=True), cluster=SimpleNamespace(is_remote=False),
+        engine=SimpleNamespace(is_exact=True), cluster=SimpleNamespace(is_remote=False), seed=0,
     )  # fmt: skip
     return LocalLearner(settings=cast(Any, settings), policy=policy, reference=policy.frozen_copy())
 

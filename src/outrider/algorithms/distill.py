@@ -194,7 +194,7 @@ class DistillSettings(Settings):
                 "contexts, so the term is 0"
             )
         if self.gate != "none" and self.gate_beta == 0.0:
-            raise ValueError("distill.gate_beta = 0: the gate is 1/2 for every token and holds no teacher")
+            raise ValueError("distill.gate_beta = 0: the gate is 1/2 for every token and contains no teacher")
         if self.gate == "gap_centered" and self.form == "divergence":
             raise ValueError(
                 "distill.gate = gap_centered can be negative, and a divergence would then be pushed up"
@@ -206,8 +206,8 @@ class DistillSettings(Settings):
             and self.where != "succeeded"
         ):
             raise ValueError(
-                "form = likelihood of rollouts without help holds no teacher: set a gate, where = succeeded, "
-                "or plays = helped"
+                "form = likelihood of rollouts without help contains no teacher: set a gate, "
+                "where = succeeded, or plays = helped"
             )
         if ("file" in self.help) != (self.path is not None):
             raise ValueError("distill.path belongs to help = file")

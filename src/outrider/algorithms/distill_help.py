@@ -41,7 +41,16 @@ from outrider.rollout.hooks import (
 )
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Insertion, Leaf, Node, Trace, policy_turns, split_contexts, without_open_prompt
+from outrider.trace import (
+    Insertion,
+    Leaf,
+    Node,
+    Trace,
+    policy_turns,
+    split_contexts,
+    with_help,
+    without_open_prompt,
+)
 from outrider.types import Message, Origin, Step, Task
 
 HELPED: Final = "helped"
@@ -552,11 +561,11 @@ def _num_help_tokens(trace: Trace, leaf: Leaf, path: Sequence[Node]) -> float:
     0 if it has one rendering only.
     """
     if insertions := trace.help.get(leaf.rollout):
-        helped = {each.node_id for each in insertions}
-        contexts = [{node.node_id for node in context} for context in split_contexts(path)]
-        return sum(len(each.token_ids) for each in insertions) / sum(
-            not helped.isdisjoint(c) for c in contexts
-        )
-    if not trace.without_memory:
+        path = with_help(path, insertions)
+    elif not trace.without_memory:
         return 0
-    return sum(len(node.token_ids) for node in path if node.origin is Origin.MEMORY)
+    sizes = [
+        sum(len(node.token_ids) for node in context if node.origin is Origin.MEMORY)
+        for context in split_contexts(path)
+    ]
+    return fmean(filter(None, sizes)) if any(sizes) else 0

@@ -129,7 +129,7 @@ class PrefixHook(Hook):
             if not has_part(trace.modes[0], GUIDED):
                 continue
             if not length and self.lengths.get(key) != 0:
-                num_missing += 1  # no expert, or one whose only step is the last one
+                num_missing += 1  # no expert, one whose only step is the last one, or a too long first step
                 continue
             used.append(length)
             self.lengths[key] = self._next_length(trace, length, fmean(solved))

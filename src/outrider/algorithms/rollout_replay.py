@@ -34,6 +34,7 @@ from outrider.algorithms.base import (
 from outrider.algorithms.grpo import OnPolicyGroup
 from outrider.algorithms.loss_settings import plain_clip
 from outrider.config import Settings
+from outrider.environments.base import is_stateful
 from outrider.errors import CheckpointError
 from outrider.seeding import stream
 from outrider.trace import Leaf, Node, Trace
@@ -41,6 +42,7 @@ from outrider.types import Message, Origin, Outcome, Task
 
 if TYPE_CHECKING:
     from outrider.algorithms.losses import TokenLoss, TokenLossInputs
+    from outrider.training.settings import RunSettings
 
 
 _TEXT = Message(role="assistant", content="")
@@ -263,6 +265,17 @@ class RolloutReplaySettings(ObjectiveSettings):
         if self.fresh_share == 1.0 and changed:
             raise ValueError(f"fresh_share = 1 replays no group: remove {', '.join(changed)}")
         return self
+
+    def validate_run(self, run: "RunSettings") -> None:
+        """Raise ValueError if no rollout can earn the bonus."""
+        super().validate_run(run)
+        environment = run.environment
+        has_calls = is_stateful(environment) or environment.call_format is not None
+        if self.bonus is not None and not has_calls and getattr(environment, "tools", None) == ():
+            raise ValueError(
+                "algorithm.bonus is for tool calls, and environment.tools is empty: add a tool, or remove "
+                "[algorithm.bonus]"
+            )
 
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the surrogate clipped around the policy at the start of the update, weighted by the ratio of

@@ -410,13 +410,11 @@ class _Update:
     on_batch: Callable[[int], None]
     version: int | None
     head: nn.Module | None = None  # the teacher's, see DistillTerm
-    num_steps: int = field(init=False)  # of the policy when the update began
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
     common: MetricAccumulator = field(init=False)
 
     def __post_init__(self) -> None:
-        self.num_steps = self.policy.num_steps
         # Values that all ranks know are counted by one of them.
         self.common = self.accumulator if self.policy.ranks.rank == 0 else MetricAccumulator()
 
@@ -506,7 +504,7 @@ class _Update:
             return
         if (term := mini_batch.distill) is not None and term.settings.gate == "gap_centered":
             # The gates are those of the current policy, and so is their mean.
-            is_start = policy.num_steps == self.num_steps
+            is_start = policy.num_steps == self.report.first_step
             old_scores = mini_batch.old_scores if is_start else self.score(mini_batch.batches)
             assert old_scores is not None
             term.measure_gate(mini_batch.batches, old_scores, policy.ranks)
