@@ -82,6 +82,7 @@ def test_restarted_contexts_count_for_the_update_and_not_for_the_engine() -> Non
         validate(RunSettings, base | {"algorithm": {"type": "lamer"}}), prompt_tokens=1000
     )
     assert (episodes.context, episodes.step_tokens) == (3000, 3 * kept.step_tokens)
+    assert episodes.training.max_tokens == 9000
 
 
 class OwnLoss(Grpo):

@@ -89,6 +89,11 @@ class LamerSettings(ObjectiveSettings):
             )
         return self
 
+    @property
+    def needs_whole_rollouts(self) -> bool:
+        """The few episodes of a rollout stay in one micro-batch, so that earlier runs keep their bits."""
+        return True
+
     def validate_run(self, run: "RunSettings") -> None:
         """Raise ValueError if the environment or the rendering has no second episode in a rollout."""
         super().validate_run(run)
