@@ -251,6 +251,7 @@ def test_changed_weights_are_not_sent_under_an_older_version() -> None:
     rank: Any = Rank.__new__(Rank)
     rank._sender = SimpleNamespace(send=lambda version: (8, 3))
     rank._is_sent = False
+    rank.teacher = None
     assert rank.send(4) == rank.send(4, True) == (8, 3)
     rank.policy = SimpleNamespace(load=lambda folder, num_steps: None, num_steps=1, learning_rate=0.5)
     rank.load("folder", 1)

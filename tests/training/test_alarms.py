@@ -63,7 +63,7 @@ def test_a_run_reports_lost_and_retried_rollouts(
     output = capsys.readouterr().out
     assert "the simulator hung up" in output and "tries were repeated" in output
     [before] = [line for line in messages(output) if line.startswith("before training: ")]
-    assert re.search(r" faults.*, [1-9]\d* tries repeated$", before)
+    assert re.search(r" faults.*, [1-9]\d* tries repeated; split", before)
     record = next(
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line
     )
