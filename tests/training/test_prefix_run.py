@@ -17,7 +17,11 @@ pytestmark = pytest.mark.long
 def test_a_run_with_prefixes(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     run = tmp_path / "run"
-    options = ("train.num_steps=2", "evaluation.every=1", "algorithm.prefix.start=1.0", "seed=4")
+    # turns that hold an action of the expert: a prefix ends before a longer one
+    options = (
+        *("train.num_steps=2", "evaluation.every=1", "algorithm.prefix.start=1.0", "seed=4"),
+        *("rollout.max_turn_tokens=64", "rollout.max_response_tokens=1200"),
+    )
     assert cli.main([*map(str, command(tmp_path, run, "prefix")), *options]) == 0
     steps = records(run)
     assert all(step["prefix/num_groups"] == 2.0 for step in steps)

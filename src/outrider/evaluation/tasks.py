@@ -121,7 +121,7 @@ def _iter_changes(
             yield from _iter_changes(
                 {name: value[name] for name in keys if name in value}, before, f"{prefix}{key}."
             )
-        elif value != before:
+        elif value not in (before, recorded[key]):  # "none" is also a value, for example of window.actions
             yield f"{prefix}{key}", value, before
 
 
