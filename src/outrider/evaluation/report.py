@@ -53,8 +53,8 @@ class Score:
 class EvalTasksReport:
     """``summary`` with the settings and identity of the evaluation. ``num_requested`` is the number of
     requested samples. ``num_unjudged`` counts the faults of the judge alone, whose answers are stored.
-    ``score_mark`` says what success means, if that is weaker than the benchmark's rule. ``split`` is that of
-    an environment's tasks. ``first_faults`` are examples of faults for display.
+    ``score_mark`` states what success means, if that is weaker than the benchmark's rule. ``split`` is that
+    of an environment's tasks. ``first_faults`` are examples of faults for display.
     """
 
     name: str

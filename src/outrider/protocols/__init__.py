@@ -147,7 +147,7 @@ def find_protocol(name: str) -> Protocol:
     extra = flat_settings(table.get("settings", {}))
     if "base" in table:
         base = find_protocol(table["base"])
-        # What the base's source says about its value says nothing about another value.
+        # Evidence for the base's value is no evidence for another value.
         evidence = {key: text for key, text in base.evidence.items() if key not in points} | evidence
         cannot = {key: text for key, text in base.cannot.items() if key not in points} | cannot
         points, extra = {**base.points, **points}, {**base.extra, **extra}
