@@ -32,6 +32,7 @@ from outrider.memory.step_store import newest_revision, search_steps
 from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
 from outrider.types import Origin
+from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
 from outrider.viewer.run_reader import (
     NOTES,
@@ -65,7 +66,7 @@ def metric_curves(run: Path) -> dict[str, Any]:
             "seconds": summed("time/step"),
         },
         "values": columns,
-        "metrics": {name: describe_metric(name) for name in columns},
+        "metrics": {name: describe_metric(name, data.settings) for name in columns},
         "evaluations": [
             {
                 "number": number,
@@ -84,18 +85,22 @@ def metric_curves(run: Path) -> dict[str, Any]:
     }
 
 
-def describe_metric(name: str) -> dict[str, str]:
-    """Unit, meaning, healthy range and where to look. Fields are empty for a metric that is not registered
-    here, for example that of a plug-in."""
+def describe_metric(name: str, settings: Mapping[str, str]) -> dict[str, str | float | None]:
+    """Unit, meaning, healthy range (in words, and ``low`` and ``high`` in a run with these settings) and where
+    to look. Fields are empty for a metric that is not registered here, for example that of a plug-in."""
     try:
         metric = declared_metric(name)
     except UndeclaredMetric:
-        return {"unit": "", "meaning": "not in the registry: of a plug-in", "healthy": "", "look_at": ""}
+        unknown = {"unit": "", "meaning": "not in the registry: of a plug-in", "healthy": "", "look_at": ""}
+        return unknown | {"low": None, "high": None}
+    low, high = bounds(name, settings)
     return {
         "unit": "" if metric.unit == "1" else metric.unit,
         "meaning": metric.meaning,
         "healthy": metric.healthy,
         "look_at": metric.look_at,
+        "low": low,
+        "high": high,
     }
 
 
