@@ -406,7 +406,7 @@ def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
             if title == "Reward"
             else ""
         )
-        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy}.{reward}"))
+        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy_range}.{reward}"))
     return figures, missing
 
 
