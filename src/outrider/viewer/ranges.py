@@ -7,8 +7,8 @@ from typing import Any, Final
 from outrider.metrics import Metric, UndeclaredMetric, declared_metric
 from outrider.viewer.run_reader import RunData, finite
 
-_STREAK: Final = 5
-"""Consecutive values that make an alarm: one step of few rollouts is noise."""
+_STREAK: Final = 5  # consecutive values that make an alarm: one step of few rollouts is noise
+_SELDOM: Final = 0.2  # earlier steps outside per step inside: a metric around its bound leaves nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,33 +33,21 @@ def bounds(name: str, settings: Mapping[str, str]) -> tuple[float | None, float 
 
 
 def out_of_range(data: RunData) -> list[OutOfRange]:
-    """The metrics whose last value is outside of their healthy range, if most of the last values are: a
-    single step may leave it by chance.
+    """The metrics that end outside of their healthy range, if most of their last values are outside: a single
+    step may be so by chance.
     """
     records = [record for record in data.records if record["kind"] == "train"]
     entries = []
     for name in dict.fromkeys(name for record in records for name in record):
         if (metric := _bounded(name, data.settings)) is None:
             continue
-        checked = [
-            (record, outside)
-            for record in records
-            if (outside := _is_outside(metric, name, record)) is not None
-        ]
-        last = [outside for _, outside in checked[-_STREAK:]]
-        if last and last[-1] and 2 * sum(last) > len(last):
-            record = checked[-1][0]
-            lows = (metric.low, finite(record.get(metric.at_least or "")))
-            highs = (metric.high, finite(record.get(metric.at_most or "")))
-            entries.append(
-                OutOfRange(
-                    name=name,
-                    value=finite(record[name]) or 0.0,
-                    low=max((low for low in lows if low is not None), default=None),
-                    high=min((high for high in highs if high is not None), default=None),
-                    steps=tuple(int(str(record["step"])) for record, outside in checked if outside),
-                )
-            )
+        known = [record for record in records if finite(record.get(name)) is not None]
+        outside = [_is_outside(metric, name, record) for record in known]
+        if any(outside[-1:]) and 2 * sum(outside[-_STREAK:]) > len(outside[-_STREAK:]):
+            low, high = _limits(metric, known[-1])
+            steps = [_step(record) for record, is_outside in zip(known, outside, strict=True) if is_outside]
+            value = finite(known[-1][name]) or 0.0
+            entries.append(OutOfRange(name=name, value=value, low=low, high=high, steps=tuple(steps)))
     return entries
 
 
@@ -67,14 +55,12 @@ def out_of_range(data: RunData) -> list[OutOfRange]:
 class RangeWatch:
     """Finds the step at which a metric has left its healthy range, for alarms of a training.
 
-    A metric leaves its range if it has been inside for several steps, and outside for as many later ones. One
-    that was never inside is a property of the run, which :func:`out_of_range` lists.
+    A metric leaves its range if it is outside for several consecutive steps and was inside at most of the
+    steps before. One that was never inside, or is now and then, is listed by :func:`out_of_range` only.
     """
 
     settings: Mapping[str, str]
-    _streaks: dict[str, int] = field(default_factory=dict)  # steps outside; inside if negative
-    _was_inside: set[str] = field(default_factory=set)
-    _has_alarm: set[str] = field(default_factory=set)
+    _counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # inside, outside, now outside
 
     @classmethod
     def from_run(cls, data: RunData) -> "RangeWatch":
@@ -82,27 +68,32 @@ class RangeWatch:
         watch = cls(data.settings)
         for record in data.records:
             if record["kind"] == "train":
-                watch.update(int(str(record["step"])), record)
+                watch.update(_step(record), record)
         return watch
 
     def update(self, step: int, values: Mapping[str, Any]) -> list[str]:
-        """Alarms of a training step with these metrics; one alarm per metric and run."""
+        """Alarms of a training step with these metrics."""
         lines = []
         for name in values:
             metric = _bounded(name, self.settings)
-            if metric is None or (outside := _is_outside(metric, name, values)) is None:
+            if metric is None or finite(values[name]) is None:
                 continue
-            streak = self._streaks.get(name, 0)
-            self._streaks[name] = streak = max(streak, 0) + 1 if outside else min(streak, 0) - 1
-            if streak <= -_STREAK:
-                self._was_inside.add(name)
-            if streak >= _STREAK and name in self._was_inside and name not in self._has_alarm:
-                self._has_alarm.add(name)
+            inside, outside, streak = self._counts.get(name, (0, 0, 0))
+            if _is_outside(metric, name, values):
+                streak += 1
+            else:
+                inside, outside, streak = inside + 1, outside + streak, 0
+            self._counts[name] = inside, outside, streak
+            if streak == _STREAK and inside >= _STREAK and outside <= _SELDOM * inside:
                 lines.append(
                     f"ALARM: step {step}: {name} is {values[name]:.3g} and has been outside of its healthy "
                     f"range ({metric.healthy_range}) for {streak} steps; look at: {metric.look_at}"
                 )
         return lines
+
+
+def _step(record: Mapping[str, Any]) -> int:
+    return int(record["step"])
 
 
 def _bounded(name: str, settings: Mapping[str, str]) -> Metric | None:
@@ -116,15 +107,16 @@ def _bounded(name: str, settings: Mapping[str, str]) -> Metric | None:
     return metric if has_bound and applies else None
 
 
-def _is_outside(metric: Metric, name: str, record: Mapping[str, Any]) -> bool | None:
-    """Whether the value of a record is outside; None if it has none."""
-    value = finite(record.get(name))
-    if value is None:
-        return None
-    least, most = (finite(record.get(other or "")) for other in (metric.at_least, metric.at_most))
+def _limits(metric: Metric, record: Mapping[str, Any]) -> tuple[float | None, float | None]:
+    """The bounds at a step, with the values of the other metrics that they name."""
+    lows = (metric.low, finite(record.get(metric.at_least or "")))
+    highs = (metric.high, finite(record.get(metric.at_most or "")))
     return (
-        (metric.low is not None and value <= metric.low)
-        or (metric.high is not None and value > metric.high)
-        or (least is not None and value < least)
-        or (most is not None and value > most)
+        max((low for low in lows if low is not None), default=None),
+        min((high for high in highs if high is not None), default=None),
     )
+
+
+def _is_outside(metric: Metric, name: str, record: Mapping[str, Any]) -> bool:
+    value, (low, high) = float(record[name]), _limits(metric, record)
+    return (low is not None and value < low) or (high is not None and value > high) or value == metric.low
