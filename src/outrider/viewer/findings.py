@@ -61,7 +61,8 @@ def find_problems(run: Path) -> list[Finding]:
 Curve: TypeAlias = Sequence[tuple[int, float]]  # (step, value)
 Problem: TypeAlias = tuple[str, Curve, str] | None  # text, the steps with their values, what to look at
 
-_WINDOW: Final = 10  # most steps at each end that are compared: their mean is hardly noise
+_WINDOW: Final = 5  # most steps at each end of the run that are compared
+_RECENT: Final = 10  # last steps whose shares are looked at
 _MIN_WINDOW: Final = 2
 _FEW: Final = 8  # groups, or retrievals, below which a share says nothing
 
@@ -72,7 +73,7 @@ def _curve(data: RunData, name: str) -> Curve:
 
 def _recent(data: RunData, name: str) -> Curve:
     """The values of a metric in the last steps of the run."""
-    return [(step, value) for step, value in _curve(data, name) if step > data.num_steps - _WINDOW]
+    return [(step, value) for step, value in _curve(data, name) if step > data.num_steps - _RECENT]
 
 
 def _total(curve: Curve) -> float:
@@ -262,7 +263,6 @@ def _crutch(data: RunData, helped: str, alone: str) -> Problem:
 
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
 _MOST: Final = 8  # tasks of a step and rollouts of a task that are read
-_TRACE_WINDOW: Final = 5
 _NUM_PERMUTATIONS: Final = 10
 _RECOGNIZED: Final = 0.25  # least excess over chance in the first steps: else there is nothing to lose
 _LOST: Final = 0.25  # share of this excess that remains; policies that learn their tasks keep or raise it
@@ -272,7 +272,7 @@ _COLUMNS: Final = pa.schema([SCHEMA.field(name) for name in ("task_key", "rollou
 def _template_collapse(run: Path) -> Problem:
     files = StepFiles(run / "traces")
     steps = files.steps()
-    size = min(_TRACE_WINDOW, len(steps) // 3)
+    size = min(_WINDOW, len(steps) // 3)
     windows = [steps[:size], steps[-size:]] if size >= _MIN_WINDOW else []
     shares = [
         [(step, *share) for step in window if (share := _recognized(files, step)) is not None]
