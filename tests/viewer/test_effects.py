@@ -41,16 +41,17 @@ def test_the_difference_is_the_mean_over_groups(tmp_path: Path) -> None:
     assert "+0.25" in effect.text and "groups: 3" in effect.text
 
 
+@pytest.mark.parametrize("num_groups", [60, 400])
 @pytest.mark.parametrize("gain", [0.0, 0.3])
 def test_the_interval_covers_the_true_difference_and_excludes_zero_if_there_is_one(
-    tmp_path: Path, gain: float
+    tmp_path: Path, gain: float, num_groups: int
 ) -> None:
     draw = random.Random(3)
     rows = []
-    for number in range(60):
+    for number in range(num_groups):
         level = draw.uniform(0.1, 0.6)  # tasks differ more than kinds
         returns = [float(draw.random() < level + (gain if i > 3 else 0.0)) for i in range(8)]
-        rows += group(1 + number // 4, number, returns[:4], returns[4:], kind="tips", mode="tips_on")
+        rows += group(1 + number // 40, number, returns[:4], returns[4:], kind="tips", mode="tips_on")
     write_rollouts(tmp_path, rows)
     effect = only(tmp_path)
     assert effect.low < gain < effect.high and (effect.low > 0) == (gain > 0)

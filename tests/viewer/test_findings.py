@@ -102,9 +102,10 @@ FLAT: dict[str, Curve] = {
 
 
 def constant(name: str, value: float, **others: float) -> dict[str, Curve]:
-    return {name: lambda t: value} | {
-        key.replace("__", "/"): (lambda t, other=other: other) for key, other in others.items()
-    }
+    def at(number: float) -> Curve:
+        return lambda t: number
+
+    return {name: at(value)} | {key.replace("__", "/"): at(other) for key, other in others.items()}
 
 
 def rising(with_help: str, without_help: str, rise: float) -> dict[str, Curve]:

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Final, TypeAlias
@@ -262,7 +263,8 @@ def _crutch(data: RunData, helped: str, alone: str) -> Problem:
 
 
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
-_MOST: Final = 8  # tasks of a step and rollouts of a task that are read
+_MOST: Final = 8  # tasks of a step, and rollouts of a task: more would take seconds
+_MOST_WORDS: Final = 300  # of a rollout
 _NUM_PERMUTATIONS: Final = 10
 _RECOGNIZED: Final = 0.25  # least excess over chance in the first steps: else there is nothing to lose
 _LOST: Final = 0.25  # share of this excess that remains; policies that learn their tasks keep or raise it
@@ -306,12 +308,17 @@ def _recognized(files: StepFiles, step: int) -> tuple[float, float] | None:
         table = files.read_table(step_file(step), _COLUMNS)
     except DataError:
         return None
-    rollouts: dict[str, dict[int, Counter[str]]] = {}
+    turns: dict[str, dict[int, list[str]]] = {}
     for row in table.to_pylist():
         if row["origin"] == Origin.POLICY:
-            counter = rollouts.setdefault(row["task_key"], {}).setdefault(row["rollout"], Counter())
-            counter.update(_WORD.findall(row["text"].lower()))
-    groups = [list(group.values())[:_MOST] for group in rollouts.values() if len(group) > 1][:_MOST]
+            turns.setdefault(row["task_key"], {}).setdefault(row["rollout"], []).append(row["text"].lower())
+    groups = [
+        [
+            Counter(match[0] for match in islice(_WORD.finditer(" ".join(texts)), _MOST_WORDS))
+            for texts in islice(group.values(), _MOST)
+        ]
+        for group in islice((group for group in turns.values() if len(group) > 1), _MOST)
+    ]
     if len(groups) < 2:
         return None
     words = {word: 0 for group in groups for counter in group for word in counter}
