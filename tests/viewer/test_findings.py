@@ -204,7 +204,8 @@ def test_missing_and_damaged_files_are_skipped(tmp_path: Path, damage: str) -> N
         )
     elif damage == "values":
         (run / "metrics.jsonl").write_text(
-            '{"step": 1, "kind": "train", "group/num": "x", "reward/mean": [], "rollout/num": true}\n' * 9
+            '{"step": 1, "kind": "train", "group/num": "x", "reward/mean": [], "rollout/num": true, '
+            '"rollout/num_truncated_turns": 3}\n' * 9
         )
     else:
         for path in (run / "traces").iterdir():

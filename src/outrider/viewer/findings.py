@@ -107,7 +107,7 @@ def _return_range(data: RunData) -> tuple[float, float]:
     return min((low for _, low in lows), default=0.0), max((high for _, high in highs), default=0.0)
 
 
-_NO_SIGNAL: Final = 0.8  # share of groups without a gradient; runs that learn hard tasks begin below it
+_NO_SIGNAL: Final = 0.8  # share of groups without a gradient: most of the tokens teach nothing
 _CAUSES: Final = {
     "singleton": ("are single rollouts", "algorithm.group_size, and rollouts that were lost to faults"),
     "unscorable": ("were lost to faults", "the log: it names the faults of tools, simulators and engines"),
@@ -214,7 +214,7 @@ def _truncation(data: RunData) -> Problem:
     by_turns, by_tokens = (
         _total(_recent(data, f"rollout/num_truncated_{name}")) / num for name in ("turns", "tokens")
     )
-    if by_turns + by_tokens < _TRUNCATED:
+    if not rollouts or by_turns + by_tokens < _TRUNCATED:
         return None
     limit = "max_turns" if by_turns > by_tokens else "max_turn_tokens, rollout.max_response_tokens"
     return (
