@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from outrider.environments.base import (
     EpisodeResult,
     StepResult,
     TaskSet,
+    unparsed_calls,
 )
 from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
@@ -46,14 +48,23 @@ from outrider.environments.tool_qa.rewards import (
     stop_strings,
 )
 from outrider.environments.window import WindowedSettings, WindowSettings
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, ToolFault
 from outrider.plugins.registry import Entry, build_by_name, load_settings_class, resolve
 from outrider.tokens.call_formats import ProtocolName, describe_unwritable
 from outrider.tokens.tool_calls import call_id, without_thoughts
-from outrider.tools.base import CallBudget, Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
+from outrider.tools.base import (
+    CallBudget,
+    Tool,
+    ToolContext,
+    ToolGroup,
+    ToolOutput,
+    Toolset,
+    ToolSettings,
+    recorded_call,
+)
 from outrider.tools.python.tool import PythonToolConfig
 from outrider.tools.search import SearchConfig
-from outrider.types import Message, Step, Task, ToolCall, ToolSchema
+from outrider.types import CallRecord, Message, Step, Task, ToolCall, ToolSchema
 
 OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
@@ -498,7 +509,7 @@ class ToolEnvironment(Environment):
             case NoAction():
                 return self._end(Turn(text=action), invalid=True)
             case Malformed(reason=reason):
-                return self._complain(action, reason)
+                return self._complain(action, reason, unparsed_calls([reason]))
             case Call() as call:
                 return self._call(action, call)
 
@@ -543,7 +554,14 @@ class ToolEnvironment(Environment):
             metrics[f"num_tool_calls_{name}"] = float(self._num_calls[name])
         has_function = self.settings.reward.function is not None  # whose reward alone decides
         success = score.is_correct and (has_function or score.fault is None)
-        return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
+        return EpisodeResult(
+            episode_return=score.reward,
+            success=success,
+            metrics=metrics,
+            answer=score.prediction or None,
+            reward_parts=score.parts,
+            reason=score.reason,
+        )
 
     def copy(self) -> Self:
         twin = copy(self)
@@ -565,20 +583,22 @@ class ToolEnvironment(Environment):
         return result
 
     def _call(self, text: str, call: Call) -> StepResult:
+        refused = (CallRecord(name=call.tool, arguments=call.argument, status="refused"),)
         if not self._is_open():
             self._num_refused += 1
             return (
-                self._end(Turn(text=text), invalid=True)
+                self._end(Turn(text=text), invalid=True, tool_calls=refused)
                 if self._num_refused > 1
-                else self._reply(text, OVER_LIMIT, refused=True)
+                else self._reply(text, OVER_LIMIT, refused=True, tool_calls=refused)
             )
         key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
         if self._is_refused_repetition(key):
             self._calls[key] += 1
-            return self._complain(text, REPEATED)
-        output = self.shared.tools.run_text(call.tool, call.argument)
+            return self._complain(text, REPEATED, refused)
+        run = partial(self.shared.tools.run_text, call.tool, call.argument)
+        output, record = recorded_call(run, call.tool, call.argument)
         self._count(key, failed=output.failed)
-        return self._reply(text, output.text, executed=call.tool)
+        return self._reply(text, output.text, executed=call.tool, tool_calls=(record,))
 
     def _reply(
         self,
@@ -588,21 +608,27 @@ class ToolEnvironment(Environment):
         executed: str | None = None,
         invalid: bool = False,
         refused: bool = False,
+        tool_calls: tuple[CallRecord, ...] = (),
     ) -> StepResult:
         content = render_result(output, self.settings.result_tag)
         self._turns.append(Turn(text=text, executed_tool=executed, result=content))
         tools = () if executed is None else (executed,)
         observation = Message(role="inline", content=content)
         return StepResult(
-            message=observation, invalid=invalid, refused=refused, num_tool_calls=len(tools), tools=tools
+            message=observation,
+            invalid=invalid,
+            refused=refused,
+            num_tool_calls=len(tools),
+            tools=tools,
+            tool_calls=tool_calls,
         )
 
-    def _complain(self, text: str, reason: str) -> StepResult:
+    def _complain(self, text: str, reason: str, tool_calls: tuple[CallRecord, ...]) -> StepResult:
         """Return an observation that names the mistake, or the end after too many mistakes."""
         if self._num_invalid + 1 >= self.settings.max_invalid:
-            return self._end(Turn(text=text), invalid=True)
+            return self._end(Turn(text=text), invalid=True, tool_calls=tool_calls)
         self._num_invalid += 1
-        return self._reply(text, reason, invalid=True)
+        return self._reply(text, reason, invalid=True, tool_calls=tool_calls)
 
     # Native calls. :class:`outrider.environments.base.Episode` has parsed them.
 
@@ -616,11 +642,15 @@ class ToolEnvironment(Environment):
         if not message.tool_calls and not message.problems:
             return self._end(turn, invalid=not without_thoughts(message.content).strip())
         is_over = bool(message.tool_calls) and not self._is_open()
+        refused = tuple(
+            CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
+            for call in message.tool_calls
+        ) + unparsed_calls(message.problems)
         if is_over and self._num_refused:
             self._num_refused += 1
-            return self._end(turn, invalid=True)
+            return self._end(turn, invalid=True, tool_calls=refused)
         if message.problems and self._num_invalid + 1 >= self.settings.max_invalid:
-            return self._end(turn, invalid=True)
+            return self._end(turn, invalid=True, tool_calls=refused)
         return self._call_natively(turn, message.tool_calls)
 
     def _call_natively(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
@@ -628,10 +658,12 @@ class ToolEnvironment(Environment):
         tools, refuses_repetitions = self.shared.tools, self.settings.repeated == "refuse"
         outputs: list[tuple[ToolCall, ToolOutput]] = []
         messages: list[Message] = []
+        records: list[CallRecord] = []
         is_refused = is_repeated = False
         seen_keys: set[tuple[str, str]] = set()
         for call in calls:
             key = tools.call_key(call)
+            record = CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
             if not self._is_open(len(outputs)):
                 is_refused = True
                 messages.append(_result(call, OVER_LIMIT))
@@ -639,9 +671,14 @@ class ToolEnvironment(Environment):
                 is_repeated = True
                 messages.append(_result(call, REPEATED))
             else:
-                output = tools.run_call(call)
+                try:
+                    output, record = recorded_call(partial(tools.run_call, call), call.name, record.arguments)
+                except ToolFault as fault:
+                    fault.tool_calls = (*records, *fault.tool_calls)
+                    raise
                 outputs.append((call, output))
                 messages.append(_result(call, output.text))
+            records.append(record)
             seen_keys.add(key)
         # Count after the last call, so that a fault leaves the record unchanged.
         for call, output in outputs:
@@ -651,6 +688,7 @@ class ToolEnvironment(Environment):
             Message(role="tool", content=problem, tool_call_id=call_id(number))
             for number, problem in enumerate(turn.problems, first)
         ]
+        tool_calls = (*records, *unparsed_calls(turn.problems))
         executed = tuple(call.name for call, _ in outputs)
         self._turns.append(replace(turn, executed=executed))
         is_invalid = bool(turn.problems) or is_repeated
@@ -664,6 +702,7 @@ class ToolEnvironment(Environment):
                 invalid=True,
                 num_tool_calls=len(executed),
                 tools=executed,
+                tool_calls=tool_calls,
             )
         return StepResult(
             messages=tuple(messages),
@@ -671,6 +710,7 @@ class ToolEnvironment(Environment):
             refused=is_refused and not outputs,
             num_tool_calls=len(executed),
             tools=executed,
+            tool_calls=tool_calls,
         )
 
     # Both.
@@ -690,12 +730,14 @@ class ToolEnvironment(Environment):
     def _is_refused_repetition(self, key: tuple[str, str]) -> bool:
         return bool(self._calls[key]) and self.settings.repeated == "refuse"
 
-    def _end(self, turn: Turn | NativeTurn, *, invalid: bool) -> StepResult:
+    def _end(
+        self, turn: Turn | NativeTurn, *, invalid: bool, tool_calls: tuple[CallRecord, ...] = ()
+    ) -> StepResult:
         # Score first, so that a fault of a judge leaves the record unchanged.
         self._final = self._score([*self._turns, turn])
         self._turns.append(turn)
         self._num_invalid += invalid
-        return StepResult(reward=self._final.reward, done=True, invalid=invalid)
+        return StepResult(reward=self._final.reward, done=True, invalid=invalid, tool_calls=tool_calls)
 
     def _score(self, turns: Sequence[Any]) -> Score:
         function, reward = self.shared.reward_function, self.settings.reward
