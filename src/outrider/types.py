@@ -101,7 +101,8 @@ class CallRecord:
     seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", shorten(self.arguments, _MAX_ARGUMENT_CHARS))
+        for name in ("name", "arguments"):
+            object.__setattr__(self, name, shorten(getattr(self, name), _MAX_ARGUMENT_CHARS))
 
     @property
     def is_failed(self) -> bool:
@@ -110,8 +111,11 @@ class CallRecord:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """Cut a text to ``max_chars`` characters, with a mark at the end."""
-    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    """Cut a text to ``max_chars`` characters, with a mark at the end. Single surrogates, which files cannot
+    contain, become escape sequences.
+    """
+    text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def is_text(text: str) -> bool:

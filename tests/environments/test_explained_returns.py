@@ -5,6 +5,7 @@ reports for the records.
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +106,8 @@ def test_every_kind_of_environment_explains_its_return(
 
 def test_a_purchase_is_recorded_beside_the_requested_product() -> None:
     steps = webshop.family().expert(
-        next(task for task in webshop.all_tasks(webshop.family()) if task.metadata["product"] == webshop.MAT), 0
+        next(task for task in webshop.all_tasks(webshop.family()) if task.metadata["product"] == webshop.MAT),
+        0,
     )
     shop = webshop.start(webshop.MAT)
     assert steps is not None
@@ -170,7 +172,11 @@ def shout(text: str) -> str:
 
 def python(status: str, output: str) -> ToolOutput:
     result: Any = PythonResult(
-        output=output, status=status, seconds=0.0, truncated=False, sandboxed=True  # type: ignore[arg-type]
+        output=output,
+        status=status,
+        seconds=0.0,
+        truncated=False,
+        sandboxed=True,  # type: ignore[arg-type]
     )
     return PythonAdapter(SimpleNamespace(run=lambda code: result)).run_text("x")  # type: ignore[arg-type]
 
@@ -221,11 +227,11 @@ def test_a_result_of_an_mcp_server_has_a_status() -> None:
 def test_a_search_server_without_hits_is_empty_and_one_that_is_slow_is_a_timeout() -> None:
     held = Answer({"result": [[]]}, hold=threading.Event())
     with retrieval_server(PASSAGES, [Answer({"result": [[]]}), Answer(status=500), held]) as (url, _):
-        search = tool(url, timeout_s=0.05, max_retries=0)
+        search, hasty = tool(url, max_retries=0), tool(url, timeout_s=0.05, max_retries=0)
         assert search.run_text("zebra").call_status == "empty"
-        for status in ("error", "timeout"):
+        for run, status in ((search.run_text, "error"), (hasty.run_text, "timeout")):
             with pytest.raises(ToolFault, match="http-search") as raised:
-                recorded_call(lambda: search.run_text("red"), "search", "red")
+                recorded_call(partial(run, "red"), "search", "red")
             assert raised.value.tool_calls == (CallRecord(name="search", arguments="red", status=status),)  # type: ignore[arg-type]
         assert held.hold is not None
         held.hold.set()
@@ -248,7 +254,7 @@ def test_calls_by_tags_are_recorded_also_those_that_were_not_executed() -> None:
         [("search", "tower", "ok")],
         [("search", "tower", "refused")],
         [("python", "oops", "error")],
-        [("", "<search> is empty.", "error")],
+        [("search", "<search> is empty.", "error")],
         [("search", "more", "refused")],
         [("search", "more", "refused")],
     ]

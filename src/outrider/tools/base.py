@@ -275,7 +275,7 @@ def recorded_call(run: Callable[[], ToolOutput], name: str, arguments: str) -> t
     except ToolFault as fault:
         status: CallStatus = "timeout" if _is_timeout(fault) else "error"
         seconds = round(time.perf_counter() - start, 3)
-        error = ToolFault(*fault.args)
+        error = ToolFault(str(fault))
         error.tool_calls = (CallRecord(name=name, arguments=arguments, status=status, seconds=seconds),)
         raise error from fault
     seconds = round(time.perf_counter() - start, 3)

@@ -508,8 +508,9 @@ class ToolEnvironment(Environment):
                 return self._answer(Turn(text=action))
             case NoAction():
                 return self._end(Turn(text=action), invalid=True)
-            case Malformed(reason=reason):
-                return self._complain(action, reason, unparsed_calls([reason]))
+            case Malformed(tag=tag, reason=reason):
+                record = CallRecord(name=tag, arguments=reason, status="error")
+                return self._complain(action, reason, () if tag == ANSWER else (record,))
             case Call() as call:
                 return self._call(action, call)
 

@@ -73,8 +73,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tag was closed that cannot be read; ``reason`` is shown to the policy."""
+    """The ``tag`` was closed but cannot be read; ``reason`` is shown to the policy."""
 
+    tag: str
     reason: str
 
 
@@ -112,14 +113,14 @@ def parse_action(text: str, tools: Sequence[str]) -> Action:
         return NoAction()
     position, name = min(ends)
     if re.search(r"[\w<]", text[position + len(f"</{name}>") :]):
-        return Malformed(reason=f"Nothing may follow </{name}>.")
+        return Malformed(tag=name, reason=f"Nothing may follow </{name}>.")
     _, opening, inside = text[:position].rpartition(f"<{name}>")
     if not opening:
-        return Malformed(reason=f"</{name}> without <{name}>.")
+        return Malformed(tag=name, reason=f"</{name}> without <{name}>.")
     if name == ANSWER:
         return Answer(text=inside.strip())
     if not inside.strip():
-        return Malformed(reason=f"<{name}> is empty.")
+        return Malformed(tag=name, reason=f"<{name}> is empty.")
     return Call(tool=name, argument=inside.strip())
 
 
