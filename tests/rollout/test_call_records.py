@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_keeps_the_records_of_calls_and_of_the_return(trace: Trace)
     assert found.leaves == trace.leaves and found.leaves[0].grade["reason"] == "near"
 
 
-def test_rows_explain_the_return_and_count_failed_calls(trace: Trace, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_rows_explain_the_return_and_count_failed_calls(trace: Trace, tmp_path: Path) -> None:
     rows = trace_rows([trace], step=1, tokenizer=TOKENIZER)
     TraceWriter(tmp_path / "traces").write(1, rows.nodes)
     RolloutWriter(tmp_path).write(1, rows.rollouts)
@@ -73,8 +74,8 @@ def test_rows_explain_the_return_and_count_failed_calls(trace: Trace, tmp_path) 
     assert (ended["outcome"], lost["outcome"]) == (Outcome.FINISHED, Outcome.TOOL_FAULT)
     explained = {name: ended[name] for name in ("targets", "answer", "reward_parts", "reason")}
     assert explained == {
-        "targets": '["Paris", "Paris, France"]', "answer": "Rome", "reward_parts": '{"exact": 0.0, "near": 0.5}',
-        "reason": "near",
+        "targets": '["Paris", "Paris, France"]', "answer": "Rome",
+        "reward_parts": '{"exact": 0.0, "near": 0.5}', "reason": "near",
     }  # fmt: skip
     assert (lost["targets"], lost["answer"], lost["reason"]) == (ended["targets"], None, None)
     assert (ended["num_failed_calls"], lost["num_failed_calls"]) == (1, 1)
