@@ -82,7 +82,7 @@ def experiment(score: int) -> EpisodeResult:
          {"correctness": 0.0}, "the answer equals none of the targets by exact match"),
         (lambda: answered("Paris"), None, {"format_penalty": -1.0}, "no <think>"),
         (lambda: answered(f"{THOUGHT}<answer>\\boxed{{in Paris}}</answer>"), "in Paris",
-         {"correctness": pytest.approx(2 / 3)}, "the answer is partly correct by token F1: 0.67"),
+         {"correctness": pytest.approx(2 / 3)}, "the answer is partly correct (0.67) by token F1"),
         (lambda: answered(f"{THOUGHT}<answer>\\boxed{{7}}</answer>", answer="math"), "7",
          {"correctness": 0.0}, "the answer equals none of the targets by mathematical equivalence"),
         (lambda: house_result(1), None, None, "the coin was not found within max_moves = 1"),
@@ -126,7 +126,7 @@ def test_the_reward_of_a_program_may_come_with_its_explanation() -> None:
         {"reward": 1, "answer": 42, "targets": 43, "reward_parts": {"unit": 0.5}, "reason": "near"}
     )
     assert reward.grade == {
-        "answer": "42", "targets": ("43",), "reward_parts": {"unit": 0.5}, "reason": "near"
+        "answer": "42", "targets": ["43"], "reward_parts": {"unit": 0.5}, "reason": "near"
     }  # fmt: skip
     assert read_reward(1.0).grade == {} == read_reward({"reward": 1}).grade
     with pytest.raises(InvalidResult, match="reward_parts"):
@@ -151,7 +151,8 @@ def test_what_an_environment_explains_is_checked_and_cut() -> None:
     assert grade["reason"] == "c d" and grade["reward_parts"] == '{"x": 1.0}'
     assert len(grade["answer"]) == 300 and grade["answer"].endswith("...") and len(grade["targets"]) < 7000
     assert explained().to_grade() == {}
-    for wrong in ({"targets": "Paris"}, {"answer": 5}, {"reason": ["a"]}, {"reward_parts": {"x": "y"}}):
+    assert explained(answer=5).to_grade() == {"answer": "5"}
+    for wrong in ({"targets": "Paris"}, {"targets": [5]}, {"reward_parts": {"x": "y"}}):
         with pytest.raises(InvalidResult):
             explained(**wrong)
 

@@ -263,15 +263,15 @@ class EpisodeResult:
         """Return the columns of the rollout's record that explain the return, without unknown ones. Long
         texts are cut.
         """
-        columns: dict[str, str] = {}
+        columns = {
+            name: shorten(" ".join(str(text).split()), _MAX_ANSWER_CHARS)
+            for name, text in (("answer", self.answer), ("reason", self.reason))
+            if text is not None
+        }
         if self.targets is not None:
             columns["targets"] = targets_json(self.targets)
-        if self.answer is not None:
-            columns["answer"] = shorten(self.answer, _MAX_ANSWER_CHARS)
         if self.reward_parts is not None:
             columns["reward_parts"] = json.dumps(dict(self.reward_parts))
-        if self.reason is not None:
-            columns["reason"] = shorten(" ".join(self.reason.split()), _MAX_ANSWER_CHARS)
         return columns
 
 
@@ -285,40 +285,27 @@ def targets_json(targets: Sequence[str]) -> str:
     return json.dumps(texts, ensure_ascii=False)
 
 
+_T = TypeVar("_T")
+
+
 def as_messages(value: object, name: str) -> tuple[Message, ...]:
     """Convert a sequence of messages to a tuple. Raises InvalidResult for any other value."""
-    if isinstance(value, Message) or not isinstance(value, Iterable) or isinstance(value, str | Mapping):
-        raise InvalidResult(f"{name} is {describe(value)}, no sequence of Message")
-    messages = tuple(value)
-    for message in messages:
-        if not isinstance(message, Message):
-            raise InvalidResult(f"{name} contains {describe(message)}, no Message")
-    return messages
+    return _as_tuple(value, Message, name, "Message", "Message")
 
 
 def as_names(value: object, name: str = "tools") -> tuple[str, ...]:
     """Convert a sequence of texts to a tuple. Raises InvalidResult for any other value."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise InvalidResult(f"{name} is {describe(value)}, no sequence of names")
-    names = tuple(value)
-    if other := [item for item in names if not isinstance(item, str)]:
-        raise InvalidResult(f"{name} contains {describe(other[0])}, no name")
-    return names
+    return _as_tuple(value, str, name, "name", "names")
 
 
-def as_text(value: object, name: str) -> str | None:
-    """Return a text or None. Raises InvalidResult for any other value."""
-    if value is None or isinstance(value, str):
-        return value
-    raise InvalidResult(f"{name} is {describe(value)}, no text")
-
-
-def as_call_records(value: object) -> tuple[CallRecord, ...]:
-    """Convert a sequence of call records to a tuple. Raises InvalidResult for any other value."""
-    records = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    if other := [record for record in records if not isinstance(record, CallRecord)]:
-        raise InvalidResult(f"tool_calls contains {describe(other[0])}, no CallRecord")
-    return records
+def _as_tuple(value: object, kind: type[_T], name: str, item: str, items: str) -> tuple[_T, ...]:
+    if isinstance(value, kind | str | Mapping) or not isinstance(value, Iterable):
+        raise InvalidResult(f"{name} is {describe(value)}, no sequence of {items}")
+    values = tuple(value)
+    for each in values:
+        if not isinstance(each, kind):
+            raise InvalidResult(f"{name} contains {describe(each)}, no {item}")
+    return values
 
 
 class TaskLists(Settings):
@@ -516,9 +503,6 @@ deprecated.keep_old_names(__name__)
 # The driver of episodes.
 
 
-_T = TypeVar("_T")
-
-
 class Episode:
     """One episode of an environment and its history.
 
@@ -652,9 +636,7 @@ class Episode:
             success=as_bool(record.success, "success"),
             metrics=as_metrics(record.metrics),
             targets=None if record.targets is None else as_names(record.targets, "targets"),
-            answer=as_text(record.answer, "answer"),
             reward_parts=None if record.reward_parts is None else as_metrics(record.reward_parts),
-            reason=as_text(record.reason, "reason"),
         )
 
     # Forks
@@ -822,7 +804,7 @@ def _converted(result: object, method: str) -> StepResult:
         truncated=as_bool(result.truncated, "truncated"),
         num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
         tools=as_names(result.tools),
-        tool_calls=as_call_records(result.tool_calls),
+        tool_calls=_as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord"),
     )
 
 
@@ -830,24 +812,14 @@ def _implied_calls(turn: Message, result: StepResult, seconds: float) -> tuple[C
     """Records of the calls of a turn whose environment reported only flags and names. ``seconds`` is the time
     of the whole step, which is that of a single call.
     """
-    texts = {message.tool_call_id: message.content for message in result.observations}
-
-    def status(call_id: str) -> CallStatus:
-        if result.refused:
-            return "refused"
-        if result.invalid and not turn.problems:
-            return "error"
-        return "ok" if result.done or texts.get(call_id, result.text).strip() else "empty"
-
-    calls = [(call.name, call.arguments_text, status(call.call_id)) for call in turn.tool_calls]
-    calls = calls or [(name, "", status("")) for name in result.tools]
-    return (
-        *(
-            CallRecord(name=name, arguments=text, status=status, seconds=seconds if len(calls) == 1 else None)
-            for name, text, status in calls
-        ),
-        *unparsed_calls(turn.problems),
-    )
+    status: CallStatus = "ok" if result.done or result.text.strip() else "empty"
+    if result.refused or (result.invalid and not turn.problems):
+        status = "refused" if result.refused else "error"
+    calls = [(call.name, call.arguments_text) for call in turn.tool_calls]
+    calls = calls or [(name, "") for name in result.tools]
+    time_s = seconds if len(calls) == 1 else None
+    records = (CallRecord(name=name, arguments=text, status=status, seconds=time_s) for name, text in calls)
+    return (*records, *unparsed_calls(turn.problems))
 
 
 def unparsed_calls(problems: Sequence[str]) -> tuple[CallRecord, ...]:

@@ -246,9 +246,8 @@ def _read_grade(value: Mapping[str, Any]) -> dict[str, Any]:
     grade: dict[str, Any] = {
         name: str(value[name]) for name in ("answer", "reason") if value.get(name) is not None
     }
-    targets = value.get("targets")
-    if targets is not None:
-        grade["targets"] = tuple(map(str, targets)) if isinstance(targets, list) else (str(targets),)
-    if value.get("reward_parts") is not None:
-        grade["reward_parts"] = as_metrics(value["reward_parts"], "reward_parts")
+    if (targets := value.get("targets")) is not None:
+        grade["targets"] = [str(target) for target in (targets if isinstance(targets, list) else [targets])]
+    if (parts := value.get("reward_parts")) is not None:
+        grade["reward_parts"] = as_metrics(parts, "reward_parts")
     return grade

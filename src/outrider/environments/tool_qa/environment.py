@@ -510,7 +510,8 @@ class ToolEnvironment(Environment):
                 return self._end(Turn(text=action), invalid=True)
             case Malformed(tag=tag, reason=reason):
                 record = CallRecord(name=tag, arguments=reason, status="error")
-                return self._complain(action, reason, () if tag == ANSWER else (record,))
+                result = self._complain(action, reason)
+                return result if tag == ANSWER else replace(result, tool_calls=(record,))
             case Call() as call:
                 return self._call(action, call)
 
@@ -584,22 +585,24 @@ class ToolEnvironment(Environment):
         return result
 
     def _call(self, text: str, call: Call) -> StepResult:
-        refused = (CallRecord(name=call.tool, arguments=call.argument, status="refused"),)
+        record = CallRecord(name=call.tool, arguments=call.argument, status="refused")
+        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
         if not self._is_open():
             self._num_refused += 1
-            return (
-                self._end(Turn(text=text), invalid=True, tool_calls=refused)
+            result = (
+                self._end(Turn(text=text), invalid=True)
                 if self._num_refused > 1
-                else self._reply(text, OVER_LIMIT, refused=True, tool_calls=refused)
+                else self._reply(text, OVER_LIMIT, refused=True)
             )
-        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
-        if self._is_refused_repetition(key):
+        elif self._is_refused_repetition(key):
             self._calls[key] += 1
-            return self._complain(text, REPEATED, refused)
-        run = partial(self.shared.tools.run_text, call.tool, call.argument)
-        output, record = recorded_call(run, call.tool, call.argument)
-        self._count(key, failed=output.failed)
-        return self._reply(text, output.text, executed=call.tool, tool_calls=(record,))
+            result = self._complain(text, REPEATED)
+        else:
+            run = partial(self.shared.tools.run_text, call.tool, call.argument)
+            output, record = recorded_call(run, call.tool, call.argument)
+            self._count(key, failed=output.failed)
+            result = self._reply(text, output.text, executed=call.tool)
+        return replace(result, tool_calls=(record,))
 
     def _reply(
         self,
@@ -609,27 +612,21 @@ class ToolEnvironment(Environment):
         executed: str | None = None,
         invalid: bool = False,
         refused: bool = False,
-        tool_calls: tuple[CallRecord, ...] = (),
     ) -> StepResult:
         content = render_result(output, self.settings.result_tag)
         self._turns.append(Turn(text=text, executed_tool=executed, result=content))
         tools = () if executed is None else (executed,)
         observation = Message(role="inline", content=content)
         return StepResult(
-            message=observation,
-            invalid=invalid,
-            refused=refused,
-            num_tool_calls=len(tools),
-            tools=tools,
-            tool_calls=tool_calls,
+            message=observation, invalid=invalid, refused=refused, num_tool_calls=len(tools), tools=tools
         )
 
-    def _complain(self, text: str, reason: str, tool_calls: tuple[CallRecord, ...]) -> StepResult:
+    def _complain(self, text: str, reason: str) -> StepResult:
         """Return an observation that names the mistake, or the end after too many mistakes."""
         if self._num_invalid + 1 >= self.settings.max_invalid:
-            return self._end(Turn(text=text), invalid=True, tool_calls=tool_calls)
+            return self._end(Turn(text=text), invalid=True)
         self._num_invalid += 1
-        return self._reply(text, reason, invalid=True, tool_calls=tool_calls)
+        return self._reply(text, reason, invalid=True)
 
     # Native calls. :class:`outrider.environments.base.Episode` has parsed them.
 
@@ -643,16 +640,16 @@ class ToolEnvironment(Environment):
         if not message.tool_calls and not message.problems:
             return self._end(turn, invalid=not without_thoughts(message.content).strip())
         is_over = bool(message.tool_calls) and not self._is_open()
-        refused = tuple(
-            CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
-            for call in message.tool_calls
-        ) + unparsed_calls(message.problems)
         if is_over and self._num_refused:
             self._num_refused += 1
-            return self._end(turn, invalid=True, tool_calls=refused)
-        if message.problems and self._num_invalid + 1 >= self.settings.max_invalid:
-            return self._end(turn, invalid=True, tool_calls=refused)
-        return self._call_natively(turn, message.tool_calls)
+        elif not (message.problems and self._num_invalid + 1 >= self.settings.max_invalid):
+            return self._call_natively(turn, message.tool_calls)
+        refused = [
+            CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
+            for call in message.tool_calls
+        ]
+        records = (*refused, *unparsed_calls(message.problems))
+        return replace(self._end(turn, invalid=True), tool_calls=records)
 
     def _call_natively(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
         """Execute the calls in order. Each one gets a message, followed by one message per problem."""
@@ -731,14 +728,12 @@ class ToolEnvironment(Environment):
     def _is_refused_repetition(self, key: tuple[str, str]) -> bool:
         return bool(self._calls[key]) and self.settings.repeated == "refuse"
 
-    def _end(
-        self, turn: Turn | NativeTurn, *, invalid: bool, tool_calls: tuple[CallRecord, ...] = ()
-    ) -> StepResult:
+    def _end(self, turn: Turn | NativeTurn, *, invalid: bool) -> StepResult:
         # Score first, so that a fault of a judge leaves the record unchanged.
         self._final = self._score([*self._turns, turn])
         self._turns.append(turn)
         self._num_invalid += invalid
-        return StepResult(reward=self._final.reward, done=True, invalid=invalid, tool_calls=tool_calls)
+        return StepResult(reward=self._final.reward, done=True, invalid=invalid)
 
     def _score(self, turns: Sequence[Any]) -> Score:
         function, reward = self.shared.reward_function, self.settings.reward

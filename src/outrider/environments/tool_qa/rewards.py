@@ -3,12 +3,13 @@
 import hashlib
 import inspect
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
@@ -30,7 +31,6 @@ from outrider.errors import (
     EnvironmentFault,
     InvalidResult,
     ModelError,
-    NonFiniteResult,
     OutriderError,
     ToolFault,
     ToolUnavailable,
@@ -533,7 +533,11 @@ class RewardFunction:
             raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
         parts: dict[str, float] = {}
         if isinstance(result, Mapping):
-            parts = _finite_numbers(result)
+            parts = {  # a function may return anything else besides the score
+                str(name): float(number)
+                for name, number in result.items()
+                if name != "score" and isinstance(number, Real) and math.isfinite(number)
+            }
             result = result.get("score")
         elif not self._is_verl:
             try:
@@ -570,16 +574,6 @@ class RewardFunction:
             "ground_truth": truth.get("ground_truth", answers[0] if len(answers) == 1 else answers),
             "extra_info": row.get("extra_info") or {},
         }
-
-
-def _finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
-    """The numbers besides the score. Functions return anything else there too, which is no part."""
-    parts = {}
-    for name, value in values.items():
-        with suppress(InvalidResult, NonFiniteResult):
-            if name != "score":
-                parts[str(name)] = as_float(value, str(name))
-    return parts
 
 
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -726,18 +720,10 @@ _GRADERS: Final = {
 
 def _reason(prediction: str, correctness: float, config: RewardConfig, *, is_undecided: bool) -> str:
     """Why an answer in a good format has this correctness."""
-    grader = _GRADERS[config.answer]
-    if not prediction.strip():
-        return "the answer is empty"
-    if correctness >= 1:
-        return f"the answer is correct by {grader}"
+    verdict = "could not be compared" if is_undecided else "equals none of the targets"
     if correctness > 0:
-        return f"the answer is partly correct by {grader}: {correctness:.2f}"
-    if is_undecided:
-        return f"{grader} could not be decided"
-    if config.answer in ("judge", "verifier"):
-        return f"the answer is wrong by {grader}"
-    return f"the answer equals none of the targets by {grader}"
+        verdict = "is correct" if correctness >= 1 else f"is partly correct ({correctness:.2f})"
+    return f"the answer {verdict} by {_GRADERS[config.answer]}" if prediction.strip() else "no answer"
 
 
 def score_by_function(function: RewardFunction, task: Task, completion: str, score: Score) -> Score:
