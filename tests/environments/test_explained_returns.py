@@ -60,8 +60,8 @@ def moved(reward: float, **settings: Any) -> EpisodeResult:
     return record.result()
 
 
-def game(**last: bool) -> EpisodeResult:
-    environment = textworld.play(textworld.ScriptedGame(replies=[textworld.reply(2, **last)]), max_moves=1)
+def game(*, won: bool = False) -> EpisodeResult:
+    environment = textworld.play(textworld.ScriptedGame(replies=[textworld.reply(2, won=won)]), max_moves=1)
     textworld.act(environment)
     return environment.result()
 
@@ -144,7 +144,8 @@ def test_the_rewards_of_verifiers_are_parts_of_the_return() -> None:
 def test_what_an_environment_explains_is_checked_and_cut() -> None:
     def explained(**fields: Any) -> EpisodeResult:
         result = EpisodeResult(episode_return=1, success=True, **fields)
-        return open_episode(SimpleNamespace(result=lambda: result)).result()  # type: ignore[arg-type]
+        environment: Any = SimpleNamespace(result=lambda: result)
+        return open_episode(environment).result()
 
     texts = {"targets": ["a" * 999] * 99, "answer": "b" * 999, "reason": "c\n d"}
     grade = explained(**texts, reward_parts={"x": 1}).to_grade()
@@ -171,15 +172,10 @@ def shout(text: str) -> str:
     return text.strip().upper()
 
 
-def python(status: str, output: str) -> ToolOutput:
-    result: Any = PythonResult(
-        output=output,
-        status=status,
-        seconds=0.0,
-        truncated=False,
-        sandboxed=True,  # type: ignore[arg-type]
-    )
-    return PythonAdapter(SimpleNamespace(run=lambda code: result)).run_text("x")  # type: ignore[arg-type]
+def python(status: Any, output: str) -> ToolOutput:
+    result = PythonResult(output=output, status=status, seconds=0.0, truncated=False, sandboxed=True)
+    server: Any = SimpleNamespace(run=lambda code: result)
+    return PythonAdapter(server).run_text("x")
 
 
 SEARCH = SearchTool([Passage(passage_id="1", title="Red", text="The sky is red.")])

@@ -65,10 +65,10 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
     last = Path("checkpoints") / "step-000004"
     for name in ("masters.safetensors", "optimizer.safetensors"):
         assert (run / last / name).read_bytes() == (whole / last / name).read_bytes(), name
-    mine, theirs = (TraceReader(each / "traces") for each in (run, whole))
-    assert mine.steps() == theirs.steps() == (1, 2, 3, 4)
-    for step in theirs.steps():  # rows: the files contain the seconds of calls too
-        assert mine.read(step) == theirs.read(step), step
+    longer, traces = (TraceReader(each / "traces") for each in (run, whole))
+    assert longer.steps() == traces.steps() == (1, 2, 3, 4)
+    for step in traces.steps():  # rows: the files contain the seconds of calls too
+        assert longer.read(step) == traces.read(step), step
     assert labels(run) == [("before training", 0), ("step 2", 2), ("after RAPO", 4)]
     assert (run / "config.toml").read_bytes() == (whole / "config.toml").read_bytes()
     mine, theirs = (

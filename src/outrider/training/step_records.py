@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -172,9 +173,11 @@ def _rollout(
         success=None if is_fault else leaf.success,
         metrics=None if is_fault else json.dumps(dict(leaf.metrics)),
     )
-    targets = {"targets": targets_json(trace.task.answers)} if trace.task.answers else {}
+    grade: dict[str, Any] = dict(leaf.grade)
+    if trace.task.answers:
+        grade.setdefault("targets", targets_json(trace.task.answers))
     num_failed = sum(call.is_failed for node in path for call in node.tool_calls)
-    return replace(row, num_failed_calls=num_failed, **(targets | dict(leaf.grade)))
+    return replace(row, num_failed_calls=num_failed, **grade)
 
 
 def _placeholder_row(trace: Trace, trace_id: str, step: int) -> TraceRow:
