@@ -13,6 +13,7 @@ import pytest
 
 from outrider.environments.agent.session import read_reward
 from outrider.environments.base import EpisodeResult, StepResult, open_episode
+from outrider.environments.conversations import Conversation
 from outrider.environments.seeded import MoveRecord, SeedSettings
 from outrider.environments.verifiers.player import episode_outcome
 from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
@@ -20,7 +21,7 @@ from outrider.tools.base import ToolOutput, recorded_call
 from outrider.tools.functions import tool_class
 from outrider.tools.python.tool import PythonAdapter, PythonResult
 from outrider.tools.search import Passage, SearchTool
-from outrider.types import CallRecord, Message
+from outrider.types import CallRecord, Message, ToolCall
 from tests.chat_server import Answer
 from tests.environments import test_house as house
 from tests.environments import test_native_tools as native
@@ -277,6 +278,28 @@ def test_native_calls_are_recorded_one_by_one() -> None:
     with pytest.raises(ToolFault) as raised:
         broken.act(f"{one}{native.call('run', 'break')}")
     assert [call.status for call in raised.value.tool_calls] == ["ok", "error"]
+
+
+def test_the_calls_of_a_program_are_recorded_with_what_their_results_show() -> None:
+    pytest.importorskip("uvicorn", reason="needs the extra agent")
+    from outrider.environments.agent.environment import _program_calls
+
+    calls = tuple(
+        ToolCall(name=name, arguments={"text": "a"}, call_id=name) for name in ("shout", "whisper", "nowhere")
+    )
+    results = [
+        Message(role="tool", content=text, tool_call_id=call_id, tool_name="named")
+        for call_id, text in (("shout", "A"), ("whisper", ""), ("nowhere", "no such tool"), ("gone", "b"))
+    ]
+    tools = tuple({**SHOUT.schema, "name": name} for name in ("shout", "whisper"))
+    asked = Message(role="assistant", content="", tool_calls=calls)
+    found = _program_calls(Conversation(messages=(asked, *results), tools=tools), results)
+    assert [(call.name, call.arguments, call.status) for call in found] == [
+        ("shout", '{"text": "a"}', "ok"),
+        ("whisper", '{"text": "a"}', "empty"),
+        ("nowhere", '{"text": "a"}', "error"),
+        ("named", "", "ok"),
+    ]
 
 
 @pytest.mark.parametrize(
