@@ -81,6 +81,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.trace import Leaf as Leaf
     from outrider.trace import Node as Node
     from outrider.trace import Trace as Trace
+    from outrider.types import CallRecord as CallRecord
     from outrider.types import Message as Message
     from outrider.types import Origin as Origin
     from outrider.types import Outcome as Outcome
@@ -121,7 +122,7 @@ _NAMES_BY_MODULE: Final = {
     "outrider.tools.base": "Tool ToolContext ToolGroup ToolOutput ToolSettings",
     "outrider.tools.functions": "tool",
     "outrider.trace": "Leaf Node Trace",
-    "outrider.types": "Message Origin Outcome Step Task ToolCall ToolSchema Trajectory",
+    "outrider.types": "CallRecord Message Origin Outcome Step Task ToolCall ToolSchema Trajectory",
     "outrider.viewer.trackers": "Tracker TrackerContext",
 }
 _MODULES: Final = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()}

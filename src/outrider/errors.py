@@ -1,6 +1,6 @@
 """Errors for users; the command line prints each as a single line."""
 
-from typing import Final
+from typing import Any, Final
 
 
 class OutriderError(Exception):
@@ -33,8 +33,10 @@ class CheckpointError(OutriderError):
 
 class ToolFault(OutriderError):
     """The infrastructure of a tool failed (not: the model misused it). Retried, then masked; never
-    a reward.
+    a reward. ``tool_calls`` are the :class:`~outrider.types.CallRecord` objects of the turn, if known.
     """
+
+    tool_calls: tuple[Any, ...] = ()
 
 
 class EnvironmentFault(OutriderError):

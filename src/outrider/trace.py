@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Final
 
-from outrider.types import Message, Origin, Outcome, Task
+from outrider.types import CallRecord, Message, Origin, Outcome, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class Node:
     log policy - log reference per token on policy nodes, if the algorithm subtracts a KL from the reward.
     ``ratio_scale`` multiplies the importance ratio of the node's tokens (RAPO Eq. 8). ``restarts``: a new
     context starts here (the conversation was rendered again); earlier nodes are in no later context.
+    ``tool_calls`` are the calls whose results the node contains, or those of a turn that ended the episode.
     ``metadata`` is plain data for metrics and the viewer, for example the similarity of a retrieved step.
     """
 
@@ -70,6 +71,7 @@ class Node:
     shares: dict[int, Share] | None = None
     owner: int | None = None
     restarts: bool = False
+    tool_calls: tuple[CallRecord, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -119,7 +121,7 @@ class Leaf:
     but belong only to rollouts that had branched off. ``advantage`` is assigned by the algorithm.
     ``reflection`` is the policy's answer to a hook about the episode; it is in no node and never trained on.
     ``intrinsic`` is a reward of the algorithm, separate from the return. ``is_demonstration``: a demonstrator
-    acted.
+    acted. ``grade`` explains the return: columns of the rollout's record.
     """
 
     node_id: int | None
@@ -134,6 +136,7 @@ class Leaf:
     num_reflection_tokens: int = 0
     intrinsic: float = 0.0
     is_demonstration: bool = False
+    grade: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

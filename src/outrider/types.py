@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from outrider.errors import InvalidResult
 
@@ -73,6 +73,49 @@ class ToolCall:
     def arguments_text(self) -> str:
         """The arguments as text, as in OpenAI's format."""
         return self.raw or json.dumps(dict(self.arguments), ensure_ascii=False)
+
+
+CallStatus: TypeAlias = Literal["ok", "empty", "refused", "error", "timeout"]
+"""What became of a tool call. ``empty``: it was executed without an error and found or returned nothing;
+``refused``: it was not executed, for example beyond a budget.
+"""
+_MAX_ARGUMENT_CHARS: Final = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRecord:
+    """What happened to one tool call, for the records of a run.
+
+    Attributes:
+        name: name of the tool; empty if the call could not be parsed.
+        arguments: the arguments as JSON, the text between the tags, or what was wrong with a call that could
+            not be parsed. Long texts are cut.
+        status: what became of the call.
+        seconds: wall time, None if unknown. Records that differ only in it are equal, because a resumed run
+            repeats everything but the clock.
+    """
+
+    name: str
+    arguments: str = ""
+    status: CallStatus = "ok"
+    seconds: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "arguments"):
+            object.__setattr__(self, name, shorten(getattr(self, name), _MAX_ARGUMENT_CHARS))
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether the call was refused, or ended with an error or at a time limit."""
+        return self.status not in ("ok", "empty")
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """Cut a text to ``max_chars`` characters, with a mark at the end. Single surrogates, which files cannot
+    contain, become escape sequences.
+    """
+    text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
+    return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def is_text(text: str) -> bool:

@@ -104,6 +104,7 @@ def test_with_failed_return_it_is_an_episode() -> None:
     for name, leaf in leaves(report).items():
         if name in ("dying", "raising", "hanging"):
             assert finished(leaf, -0.5) and not leaf.success and leaf.metrics["num_failed"] == 1
+            assert leaf.grade["reason"].startswith("the program failed: ")
         else:
             assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and FAILURES[name] in leaf.detail
 

@@ -158,7 +158,7 @@ def test_a_function_of_verl_gets_source_text_truth_and_extra_info(rewards: Any, 
 
 def test_without_a_column_of_verl_the_accepted_answers_are_the_truth(rewards: Any) -> None:
     function = RewardFunction("my_rewards:verl")
-    assert function.score(Task(key="a", question="q", answers=("5",)), "5") == 2.5
+    assert function.score(Task(key="a", question="q", answers=("5",)), "5") == (2.5, {"length": 1.0})
     assert rewards.seen[0] == {"source": "", "text": "5", "truth": "5", "extra": {}}
 
 

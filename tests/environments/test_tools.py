@@ -25,7 +25,7 @@ from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import DataError, ToolFault, ToolUnavailable
 from outrider.tools.base import ToolOutput
 from outrider.tools.python.tool import PythonAdapter, PythonResult, PythonTool, PythonToolConfig
-from outrider.types import Message, Task
+from outrider.types import CallRecord, Message, Task
 from tests.tool_episodes import tool_factory
 
 
@@ -70,6 +70,7 @@ def test_an_episode_with_both_tools() -> None:
         message=Message(role="inline", content="\n<result>\nsearch says tower\n</result>\n"),
         num_tool_calls=1,
         tools=("search",),
+        tool_calls=(CallRecord(name="search", arguments="tower"),),
     )
     assert say(environment, "<python>oops</python>").tools == ("python",)
     ended = say(environment, ANSWER)

@@ -38,6 +38,9 @@ Digests = dict[str, str]
 CLOCK = ("time/", "speed/", "memory/", "seconds")  # prefixes of fields that the clock decides
 # Keys of state.json that describe the code, the machine or the files' bytes, not the state of the run.
 NOT_STATE = frozenset({"settings", "versions", "inputs", "checksums", "own_checksum", "reference_checksum"})
+# Columns of the records that are newer than the corpus, and the one key of the nodes' metadata that is.
+NEW_COLUMNS = frozenset({"targets", "answer", "reward_parts", "reason", "num_failed_calls"})
+NEW_METADATA = "tool_calls"
 FROM_START = "combined"  # the case that a check also plays from its first step
 
 
@@ -117,7 +120,7 @@ def digests(run: Path) -> Digests:
         if key not in NOT_STATE:
             found[f"state.json {key}"] = _digest(value)
     for path in sorted(run.glob("*/*.parquet")):
-        found[f"{path.parent.name}/{path.name}"] = _digest(map(_timeless, pq.read_table(path).to_pylist()))
+        found[f"{path.parent.name}/{path.name}"] = _digest(map(_known, pq.read_table(path).to_pylist()))
     for name in ("metrics", "evaluations"):
         for number, line in enumerate((run / f"{name}.jsonl").read_text().splitlines()):
             sections: dict[str, dict[str, Any]] = {}
@@ -137,6 +140,15 @@ def digests(run: Path) -> Digests:
 def slug(case: str) -> str:
     """The name of a case in a path."""
     return case.replace(",", "").replace(" ", "-")
+
+
+def _known(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a record that the corpus has, without the clock's."""
+    values = {key: value for key, value in _timeless(row).items() if key not in NEW_COLUMNS}
+    if "origin" in values and NEW_METADATA in (metadata := json.loads(values["metadata"])):
+        del metadata[NEW_METADATA]
+        values["metadata"] = json.dumps(metadata)
+    return values
 
 
 def _timeless(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from tests.training.whole_runs import CLOCK, _rows
 # Metrics that have another name today than in the record: today's name to the record's; None for one that is
 # new since.
 RENAMED: Mapping[str, str | None] = {}
-# The columns of a trace file, and the metadata of a splice, that the record does not know: new since.
-NEW_COLUMNS = frozenset({"advantages", "trainer_logprobs", "ratios", "weight_version", "role"})
-NEW_METADATA = frozenset({"source", "writers", "memory_version"})
+# The columns of a trace file, and keys of its metadata, that the record does not know: new since.
+NEW_COLUMNS = frozenset({"advantages", "trainer_logprobs", "ratios", "weight_version", "role", "seconds"})
+NEW_METADATA = frozenset({"source", "writers", "memory_version", "tool_calls"})
 SHOWN = ("reward/mean", "loss/policy", "grad/norm", "gap/logprob_mean")
 
 

@@ -3,12 +3,14 @@ episodes, and the validation of their results.
 """
 
 import inspect
+import json
 import math
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import partial
 from numbers import Real
@@ -48,7 +50,7 @@ from outrider.suggestions import did_you_mean
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.tokens.tool_calls import call_id
 from outrider.tools.base import CallBudget
-from outrider.types import Message, Role, Step, Task, ToolCall, ToolSchema
+from outrider.types import CallRecord, CallStatus, Message, Role, Step, Task, ToolCall, ToolSchema, shorten
 
 # Validation of values that user code returns (rewards, success flags, metrics) and conversion to Python's
 # types. Scalars of NumPy, PyTorch and other array libraries are read by their ``item()``, so that none is
@@ -196,6 +198,8 @@ class StepResult:
         truncated: set together with ``done`` if the environment's own limit of moves ended the episode.
         num_tool_calls: number of tool calls that were executed.
         tools: names of the executed tools.
+        tool_calls: what happened to each tool call of the turn, for the records. If it is empty, the calls of
+            the turn are recorded with the status that the flags above imply.
     """
 
     message: Message | str | None = None
@@ -207,6 +211,7 @@ class StepResult:
     truncated: bool = False
     num_tool_calls: int = 0
     tools: tuple[str, ...] = ()
+    tool_calls: tuple[CallRecord, ...] = ()
 
     def __post_init__(self) -> None:
         if self.message is not None and self.messages:
@@ -238,32 +243,69 @@ class EpisodeResult:
         episode_return: the return. The rollout loop does not add up step rewards itself.
         success: whether the task was solved.
         metrics: named numbers; None means that a metric is not defined in this episode.
+        targets: the accepted answers; None: the ``answers`` of the task.
+        answer: the answer that was graded, extracted from the policy's text.
+        reward_parts: the numbers that the return consists of, by name, for example correctness and penalties.
+        reason: why the return is what it is, in one line.
+
+    The last four are only recorded; None means that the environment does not know them.
     """
 
     episode_return: float
     success: bool
     metrics: Mapping[str, float] = field(default_factory=dict)
+    targets: Sequence[str] | None = None
+    answer: str | None = None
+    reward_parts: Mapping[str, float] | None = None
+    reason: str | None = None
+
+    def to_grade(self) -> dict[str, str]:
+        """Return the columns of the rollout's record that explain the return, without unknown ones. Long
+        texts are cut.
+        """
+        columns = {
+            name: shorten(" ".join(str(text).split()), _MAX_ANSWER_CHARS)
+            for name, text in (("answer", self.answer), ("reason", self.reason))
+            if text is not None
+        }
+        if self.targets is not None:
+            columns["targets"] = targets_json(self.targets)
+        if self.reward_parts is not None:
+            columns["reward_parts"] = json.dumps(dict(self.reward_parts))
+        return columns
+
+
+_MAX_ANSWER_CHARS: Final = 300
+_MAX_TARGETS: Final = 20
+
+
+def targets_json(targets: Sequence[str]) -> str:
+    """Format accepted answers as a JSON list for the records: the first ones, each of them cut."""
+    texts = [shorten(str(target), _MAX_ANSWER_CHARS) for target in targets[:_MAX_TARGETS]]
+    return json.dumps(texts, ensure_ascii=False)
+
+
+_T = TypeVar("_T")
 
 
 def as_messages(value: object, name: str) -> tuple[Message, ...]:
     """Convert a sequence of messages to a tuple. Raises InvalidResult for any other value."""
-    if isinstance(value, Message) or not isinstance(value, Iterable) or isinstance(value, str | Mapping):
-        raise InvalidResult(f"{name} is {describe(value)}, no sequence of Message")
-    messages = tuple(value)
-    for message in messages:
-        if not isinstance(message, Message):
-            raise InvalidResult(f"{name} contains {describe(message)}, no Message")
-    return messages
+    return _as_tuple(value, Message, name, "Message", "Message")
 
 
-def as_names(value: object) -> tuple[str, ...]:
-    """Convert a sequence of tool names to a tuple. Raises InvalidResult for any other value."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise InvalidResult(f"tools is {describe(value)}, no sequence of names")
-    names = tuple(value)
-    if other := [name for name in names if not isinstance(name, str)]:
-        raise InvalidResult(f"tools contains {describe(other[0])}, no name")
-    return names
+def as_names(value: object, name: str = "tools") -> tuple[str, ...]:
+    """Convert a sequence of texts to a tuple. Raises InvalidResult for any other value."""
+    return _as_tuple(value, str, name, "name", "names")
+
+
+def _as_tuple(value: object, kind: type[_T], name: str, item: str, items: str) -> tuple[_T, ...]:
+    if isinstance(value, kind | str | Mapping) or not isinstance(value, Iterable):
+        raise InvalidResult(f"{name} is {describe(value)}, no sequence of {items}")
+    values = tuple(value)
+    for each in values:
+        if not isinstance(each, kind):
+            raise InvalidResult(f"{name} contains {describe(each)}, no {item}")
+    return values
 
 
 class TaskLists(Settings):
@@ -461,9 +503,6 @@ deprecated.keep_old_names(__name__)
 # The driver of episodes.
 
 
-_T = TypeVar("_T")
-
-
 class Episode:
     """One episode of an environment and its history.
 
@@ -569,7 +608,11 @@ class Episode:
         # answer that the policy was writing. An external program decides itself what a turn is.
         has_calls = bool(turn.tool_calls or turn.problems)
         self.ends_with_answer = self.call_format is not None and not self.is_external and not has_calls
+        start = time.perf_counter()
         result = _converted(self.environment.step(turn), "step")
+        if not result.tool_calls and not self.is_external:
+            seconds = round(time.perf_counter() - start, 3)
+            result = replace(result, tool_calls=_implied_calls(turn, result, seconds))
         self.actions.append(text)
         self.results.append(result)
         return result
@@ -592,6 +635,8 @@ class Episode:
             episode_return=as_float(record.episode_return, "episode_return"),
             success=as_bool(record.success, "success"),
             metrics=as_metrics(record.metrics),
+            targets=None if record.targets is None else as_names(record.targets, "targets"),
+            reward_parts=None if record.reward_parts is None else as_metrics(record.reward_parts),
         )
 
     # Forks
@@ -622,8 +667,9 @@ class Episode:
             raise EnvironmentFault("the environment opened differently: it cannot fork by replay")
 
     def _repeat(self, history: Self, number: int) -> None:
-        answer, expected = asdict(self.act(history.actions[number])), asdict(history.results[number])
-        if differences := [name for name, value in expected.items() if answer[name] != value]:
+        answer, expected = self.act(history.actions[number]), history.results[number]
+        names = (item.name for item in fields(StepResult))
+        if differences := [name for name in names if getattr(answer, name) != getattr(expected, name)]:
             raise EnvironmentFault(
                 f"a replayed prefix was answered differently ({', '.join(differences)}): "
                 "this environment cannot fork by replay"
@@ -758,7 +804,27 @@ def _converted(result: object, method: str) -> StepResult:
         truncated=as_bool(result.truncated, "truncated"),
         num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
         tools=as_names(result.tools),
+        tool_calls=_as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord"),
     )
+
+
+def _implied_calls(turn: Message, result: StepResult, seconds: float) -> tuple[CallRecord, ...]:
+    """Records of the calls of a turn whose environment reported only flags and names. ``seconds`` is the time
+    of the whole step, which is that of a single call.
+    """
+    status: CallStatus = "ok" if result.done or result.text.strip() else "empty"
+    if result.refused or (result.invalid and not turn.problems):
+        status = "refused" if result.refused else "error"
+    calls = [(call.name, call.arguments_text) for call in turn.tool_calls]
+    calls = calls or [(name, "") for name in result.tools]
+    time_s = seconds if len(calls) == 1 else None
+    records = (CallRecord(name=name, arguments=text, status=status, seconds=time_s) for name, text in calls)
+    return (*records, *unparsed_calls(turn.problems))
+
+
+def unparsed_calls(problems: Sequence[str]) -> tuple[CallRecord, ...]:
+    """Records of calls that could not be parsed."""
+    return tuple(CallRecord(name="", arguments=problem, status="error") for problem in problems)
 
 
 # Task sets and their splits.

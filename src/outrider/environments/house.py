@@ -7,7 +7,7 @@ its tasks, so observations of one episode help in the next. The return is 1 if t
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Annotated, ClassVar, Final, Literal, Self
 
@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from outrider.config import Settings
 from outrider.environments.base import (
     Environment,
+    EpisodeResult,
     StepResult,
     known_split,
     require_tasks,
@@ -249,6 +250,13 @@ class HouseEnvironment(Environment):
             refused=refused,
             truncated=truncated,
         )
+
+    def result(self) -> EpisodeResult:
+        limit = self.settings.max_moves
+        is_cut = self.metrics["num_moves"] >= limit
+        reason = f"not found within max_moves = {limit}" if is_cut else "not found before the episode ended"
+        reason = "found" if self.goal in self.carried else reason
+        return replace(super().result(), reason=f"the {self.goal} was {reason}")
 
     def admitted(self) -> tuple[str, ...]:
         """The commands that are possible now, sorted."""

@@ -121,6 +121,7 @@ class MoveRecord:
     success: bool | None = None
     """The last value of ``success_key``."""
     done: bool = False
+    truncated: bool = False
 
     def record_invalid(self, problem: str) -> StepResult:
         """Record a turn without a readable action."""
@@ -148,7 +149,7 @@ class MoveRecord:
         # GEM's games set both flags if the last turn won, and if it was only the last one.
         limit = self.settings.max_moves
         is_truncated = not is_over and (is_cut or (limit is not None and self.num_moves >= limit))
-        self.done = is_over or is_truncated
+        self.done, self.truncated = is_over or is_truncated, is_truncated
         return StepResult(
             message=Message(role="user", content=text or "Nothing is seen."),
             reward=step_reward,
@@ -167,7 +168,17 @@ class MoveRecord:
                 "num_turns": float(self.num_turns),
                 "num_invalid": float(self.num_invalid),
             },
+            reason=self._reason,
         )
+
+    @property
+    def _reason(self) -> str:
+        end = "" if self.done else "the episode did not end; "
+        end = f"cut after {self.num_moves} moves; " if self.truncated else end
+        if self.success is not None:
+            return f"{end}{self.settings.success_key} is {self.success}"
+        relation = ">=" if self.episode_return >= self.settings.success_at else "<"
+        return f"{end}return {self.episode_return:g} {relation} success_at = {self.settings.success_at:g}"
 
 
 def opening_message(settings: SeedSettings, instructions: str, text: str) -> Message:

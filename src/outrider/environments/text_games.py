@@ -216,7 +216,18 @@ class TextGame(Environment):
 
     def result(self) -> EpisodeResult:
         metrics = {name: self._counters[name] for name in self.reported}
-        return EpisodeResult(episode_return=self.value, success=self._reply.won, metrics=metrics)
+        return EpisodeResult(
+            episode_return=self.value, success=self._reply.won, metrics=metrics, reason=self._reason
+        )
+
+    @property
+    def _reason(self) -> str:
+        score = f"score {self._counters['score']:g} of {self._counters['max_score']:g}"
+        if self._reply.won or self._reply.lost:
+            return f"the game was {'won' if self._reply.won else 'lost'}: {score}"
+        if self._counters["cut_by_moves"]:
+            return f"not solved within max_moves = {self.settings.max_moves}: {score}"
+        return f"the game did not end: {score}"
 
     @property
     def value(self) -> float:

@@ -133,6 +133,7 @@ class EpisodeRunner:
             metrics=dict(result.metrics),
             reflection=reflection,
             num_reflection_tokens=num_reflection_tokens,
+            grade=result.to_grade(),
         )
 
     # 1. The prompt
@@ -288,7 +289,12 @@ class EpisodeRunner:
         self, state: EpisodeState, text: str, turn: Message, finish: FinishReason
     ) -> Outcome | None:
         """Step the environment with the turn of the last node, and append the observation."""
-        result = await self._act(state, text, turn)
+        try:
+            result = await self._act(state, text, turn)
+        except ToolFault as fault:
+            if state.last_node.trainable:  # a demonstrator's turn may belong to several rollouts
+                state.last_node.tool_calls = fault.tool_calls
+            raise
         state.last_result = result
         state.last_node.reward = result.reward
         state.last_node.metadata |= {
@@ -302,6 +308,7 @@ class EpisodeRunner:
         else:
             is_cut = finish is FinishReason.LENGTH
             outcome = episode_outcome(result, is_cut=is_cut, is_answer=state.episode.ends_with_answer)
+        state.last_node.tool_calls = result.tool_calls  # the observation; the turn if none was appended
         state.turn += 1
         return outcome
 
@@ -390,6 +397,7 @@ class EpisodeRunner:
             self._splice(state, splice, room=1)
         if state.last_node is not before:
             state.last_node.reward = result.reward
+            state.last_node.tool_calls = result.tool_calls
             state.last_node.metadata |= {"action": action, "observation": result.text}
         else:
             # The context does not contain the action, so record it in the metadata.

@@ -232,5 +232,6 @@ def _add_node(trace: Trace, parent: Node | None, node: Node, rollout: int) -> No
         message=node.message,
         reward=node.reward,
         restarts=node.restarts,
+        tool_calls=node.tool_calls,
         metadata=node.metadata | ({"rollout": rollout} if parent is not None else {}),
     )

@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
+from outrider.errors import ToolFault
 from outrider.tokens.tool_calls import Arguments, accepted_values
-from outrider.types import Json, ToolCall, ToolSchema
+from outrider.types import CallRecord, CallStatus, Json, ToolCall, ToolSchema
 
 # The tool protocol.
 
@@ -31,11 +32,18 @@ class ToolOutput:
     """Result of one executed call.
 
     ``failed``: the call reported an error that the caller caused, for example a Python exception, and the
-    text describes it. Errors of the infrastructure are ToolFault exceptions instead.
+    text describes it. Errors of the infrastructure are ToolFault exceptions instead. ``status`` is for the
+    records; None: ``error`` if it failed, ``empty`` if the text is blank, otherwise ``ok``.
     """
 
     text: str
     failed: bool = False
+    status: CallStatus | None = field(default=None, compare=False)
+
+    @property
+    def call_status(self) -> CallStatus:
+        """The status of the call."""
+        return self.status or ("error" if self.failed else "ok" if self.text.strip() else "empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +261,29 @@ class Toolset:
         with contextlib.ExitStack() as opened:
             for tool in reversed(self._tools.values()):
                 opened.callback(tool.close)
+
+
+def recorded_call(run: Callable[[], ToolOutput], name: str, arguments: str) -> tuple[ToolOutput, CallRecord]:
+    """Execute a call of the tool ``name``, and return its output and its record.
+
+    A ToolFault is raised again with the record. It is a new one, because calls that wait for the same result
+    share the exception.
+    """
+    start = time.perf_counter()
+    try:
+        output = run()
+    except ToolFault as fault:
+        status: CallStatus = "timeout" if _is_timeout(fault) else "error"
+        seconds = round(time.perf_counter() - start, 3)
+        error = ToolFault(str(fault))
+        error.tool_calls = (CallRecord(name=name, arguments=arguments, status=status, seconds=seconds),)
+        raise error from fault
+    seconds = round(time.perf_counter() - start, 3)
+    return output, CallRecord(name=name, arguments=arguments, status=output.call_status, seconds=seconds)
+
+
+def _is_timeout(error: BaseException | None) -> bool:
+    return error is not None and (isinstance(error, TimeoutError) or _is_timeout(error.__cause__))
 
 
 def argument_name(tool: Tool) -> str:

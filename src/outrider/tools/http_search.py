@@ -76,8 +76,9 @@ class HttpSearch:
         """Search and return the passages, best first. Raises ToolFault if the server fails."""
         query = " ".join(text.split())
         if not query:
-            return ToolOutput(text=EMPTY_QUERY)
-        return ToolOutput(text=self._results.get(query, lambda: self._search(query)))
+            return ToolOutput(text=EMPTY_QUERY, status="empty")
+        found = self._results.get(query, lambda: self._search(query))
+        return ToolOutput(text=found, status="empty" if found == NO_HITS else "ok")
 
     def _search(self, query: str) -> str:
         field = {"queries": [query]} if self._settings.request == "search-r1" else {"query": query}

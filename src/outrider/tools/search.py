@@ -154,7 +154,8 @@ class SearchTool:
 
     def run_text(self, text: str) -> ToolOutput:
         """Search and return only the text."""
-        return ToolOutput(text=self.run(text).text)
+        result = self.run(text)
+        return ToolOutput(text=result.text, status="ok" if result.passages else "empty")
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,12 +1,15 @@
 """Rows of the record files of a run: nodes of trace trees, and rollouts."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from outrider.environments.base import targets_json
 from outrider.memory.tips import MemoryChange
 from outrider.tokens import Tokenizer
 from outrider.tokens.template import Continuation
@@ -119,13 +122,24 @@ def _row(
         episode_return=leaf.episode_return if leaf else None,
         advantage=leaf.advantage if leaf else None,
         hybrid=any(n.origin is Origin.BUFFER for n in trace.path(node.node_id)) if leaf else None,
-        metadata=json.dumps(node.metadata | (_leaf_metadata(leaf, trace) if leaf else {}), default=str),
+        metadata=json.dumps(
+            node.metadata | _tool_calls(node) | (_leaf_metadata(leaf, trace) if leaf else {}), default=str
+        ),
         advantages=_token_advantages(node, owner),
         trainer_logprobs=() if seen is None or not node.trainable else tuple(seen.trainer.tolist()),
         ratios=() if seen is None or not node.trainable else tuple(seen.ratio.tolist()),
         weight_version=node.weight_version,
         role=node.message.role,
+        seconds=tuple(math.nan if call.seconds is None else call.seconds for call in node.tool_calls),
     )
+
+
+def _tool_calls(node: Node) -> dict[str, object]:
+    """Metadata of the node's tool calls, without their seconds, which have a column of their own."""
+    calls = [
+        {"name": call.name, "arguments": call.arguments, "status": call.status} for call in node.tool_calls
+    ]
+    return {"tool_calls": calls} if calls else {}
 
 
 def _text(node: Node, pieces: Continuation) -> str:
@@ -138,7 +152,7 @@ def _text(node: Node, pieces: Continuation) -> str:
 
 
 def _rollout(
-    leaf: Leaf, path: Iterable[Node], trace: Trace, rows: Mapping[int, TraceRow], trace_id: str, step: int
+    leaf: Leaf, path: Sequence[Node], trace: Trace, rows: Mapping[int, TraceRow], trace_id: str, step: int
 ) -> RolloutRow:
     on_file = [rows[node.node_id] for node in path]
     last = on_file[-1] if on_file else _placeholder_row(trace, trace_id, step)
@@ -152,13 +166,18 @@ def _rollout(
         metadata=json.dumps(_leaf_metadata(leaf, trace), default=str),
     )
     # the metadata of nodes count their calls; that of the end has only the rollout's own values
-    return rollout_row(
+    row = rollout_row(
         on_file,
         end,
         fault=leaf.detail if is_fault else "",
         success=None if is_fault else leaf.success,
         metrics=None if is_fault else json.dumps(dict(leaf.metrics)),
     )
+    grade: dict[str, Any] = dict(leaf.grade)
+    if trace.task.answers:
+        grade.setdefault("targets", targets_json(trace.task.answers))
+    num_failed = sum(call.is_failed for node in path for call in node.tool_calls)
+    return replace(row, num_failed_calls=num_failed, **grade)
 
 
 def _placeholder_row(trace: Trace, trace_id: str, step: int) -> TraceRow:

@@ -166,6 +166,10 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
         metadata = json.loads(row["metadata"] or "{}")
     except (ValueError, RecursionError):
         metadata = {}
+    calls = metadata.get("tool_calls") if isinstance(metadata, dict) else None
+    for call, seconds in zip(calls if isinstance(calls, list) else (), row["seconds"], strict=False):
+        if isinstance(call, dict):
+            call["seconds"] = None if math.isnan(seconds) else round(seconds, 3)
     return {
         "node_id": row["node_id"],
         "parent_id": row["parent_id"],

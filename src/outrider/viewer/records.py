@@ -6,7 +6,7 @@ Each folder has one file per training step and per evaluation; a file is absent 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
@@ -40,7 +40,9 @@ def evaluation_file(number: int) -> str:
 
 EXPERTS_FILE: Final = "cold-start.parquet"
 """Expert rollouts of the cold start."""
-_LATER: Final = frozenset({"metrics"})
+_LATER: Final = frozenset(
+    {"metrics", "targets", "answer", "reward_parts", "reason", "num_failed_calls", "seconds"}
+)
 """Columns that were added within version 2 of the records."""
 
 
@@ -169,7 +171,8 @@ class TraceRow:
     importance ratio of the last pass that trained the token, times its scale) have one value per token, or
     are empty if the update did not train the node. If several rollouts share the node, the values are those
     of ``rollout``. ``weight_version`` is the version of the weights that sampled the tokens, ``role`` the
-    role of the message.
+    role of the message. ``seconds`` are the wall times of the ``tool_calls`` in the metadata, NaN if unknown:
+    a column of its own that is not compared, because a resumed run repeats all others.
     """
 
     step: int
@@ -193,6 +196,7 @@ class TraceRow:
     ratios: tuple[float, ...] = ()
     weight_version: int | None = None
     role: str | None = None
+    seconds: tuple[float, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.entropies):
@@ -204,7 +208,7 @@ class TraceRow:
 
 
 # for display only: float32 halves the size
-SCHEMA: Final = schema_of(TraceRow, single_precision=("advantages", "trainer_logprobs", "ratios"))
+SCHEMA: Final = schema_of(TraceRow, single_precision=("advantages", "trainer_logprobs", "ratios", "seconds"))
 _LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
 
@@ -313,6 +317,11 @@ class RolloutRow:
     whole path, including shared nodes. ``mean_entropy`` is in nats per token. ``forked_from`` is the rollout
     that wrote its first nodes, or the rollout itself. ``metrics`` is a JSON object with the metrics that the
     environment or the agent program returned; None after a fault.
+
+    ``targets`` (a JSON list of accepted answers), ``answer`` (the one that was graded), ``reward_parts`` (a
+    JSON object of numbers) and ``reason`` (one line) explain the return; None if unknown.
+    ``num_failed_calls`` counts the tool calls that were refused, or ended with an error or at a time limit;
+    None in older records.
     """
 
     step: int
@@ -336,6 +345,11 @@ class RolloutRow:
     num_tips: int = 0
     forked_from: int = 0
     metrics: str | None = None
+    targets: str | None = None
+    answer: str | None = None
+    reward_parts: str | None = None
+    reason: str | None = None
+    num_failed_calls: int | None = None
 
 
 ROLLOUT_SCHEMA: Final = schema_of(RolloutRow)

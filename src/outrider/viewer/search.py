@@ -3,6 +3,7 @@
 All rollouts are one table in memory of a few hundred bytes each, without texts and tokens.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,9 @@ from outrider.viewer.records import (
 )
 
 _READERS: Final = 2
-_FEW: Final = ("task_key", "outcome", "fault", "mode", "kind", "trace_id")  # of few different texts
+_FEW: Final = (  # of few different texts
+    "task_key", "outcome", "fault", "mode", "kind", "trace_id", "targets", "reward_parts", "reason",
+)  # fmt: skip
 
 
 class RolloutIndex:
@@ -112,9 +115,11 @@ NUM_BINS: Final = 20
 COLUMNS: Final = (
     "where", "step", "task_key", "trace_id", "rollout", "node_id", "outcome", "fault", "episode_return",
     "success", "advantage", "mode", "kind", "num_turns", "num_tokens", "num_calls", "mean_entropy",
-    "num_splices", "num_tips", "forked_from",
+    "num_splices", "num_tips", "forked_from", "targets", "answer", "reward_parts", "reason",
+    "num_failed_calls",
 )  # fmt: skip
 _CHOICES: Final = ("where", "task_key", "kind", "mode", "outcome")
+_FAILED: Final = {"any": pc.greater, "none": pc.equal}
 
 
 def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
@@ -124,8 +129,9 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
         table: The rollouts of a run.
         params: Exact values by the name of a column (``where``, ``task_key``, ``kind``, ``mode``,
             ``outcome``); ``low`` and ``high`` bound the return, both inclusive; ``training`` = 1 leaves
-            evaluations out; ``sort`` names a column, ``descending`` = 1 reverses it; ``offset`` is the first
-            row of the page.
+            evaluations out; ``failed`` = ``any`` or ``none`` selects rollouts with or without a failed tool
+            call (older records, where this is unknown, match neither); ``sort`` names a column,
+            ``descending`` = 1 reverses it; ``offset`` is the first row of the page.
 
     Returns:
         ``total`` rollouts, one page of them as ``rows``, a histogram of returns (without their bounds), and
@@ -140,6 +146,10 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
             table = table.filter(pc.equal(table[name], value))
     if params.get("training") == "1":
         table = table.filter(pc.starts_with(pc.cast(table["where"], pa.string()), "step-"))
+    if failed := params.get("failed"):
+        if failed not in _FAILED:
+            raise ValueError(f"failed is any or none, not {failed!r}")
+        table = table.filter(pc.fill_null(_FAILED[failed](table["num_failed_calls"], 0), False))
     bounded = table
     for name, compare in (("low", pc.greater_equal), ("high", pc.less_equal)):
         if value := params.get(name):
@@ -165,14 +175,28 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
 
 
 def rows_of_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows as plain data; NaN and infinity become None."""
+    """Rows as plain data, with ``targets`` as a list and ``reward_parts`` as an object; NaN and infinity
+    become None.
+    """
+    rows = table.select(COLUMNS).to_pylist()
+    for row in rows:
+        for name in ("targets", "reward_parts"):
+            row[name] = _parsed(row[name])
     return [
         {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in row.items()
         }
-        for row in table.select(COLUMNS).to_pylist()
+        for row in rows
     ]
+
+
+def _parsed(text: str | None) -> Any:
+    """A JSON text as plain data; None if it is damaged."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def histogram(table: pa.Table) -> dict[str, Any]:

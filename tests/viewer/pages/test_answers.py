@@ -15,7 +15,7 @@ from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.viewer import search as text_search
 from outrider.viewer.answers import Catalogue
-from outrider.viewer.search import TextSearch, _read
+from outrider.viewer.search import RolloutIndex, TextSearch, _read, find
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
 
@@ -72,6 +72,44 @@ def test_filters_and_histogram_count_what_is_there(served: Served, recorded: Pat
     assert sum(bars["numbers"]) + bars["missing"] == len(rows)
     assert bars["missing"] == sum(row["episode_return"] is None for row in rows)
     assert REASON in {row["fault"] for row in served.data("rollouts", outcome="tool_fault")["rows"]}
+
+
+def test_rollouts_can_be_filtered_and_sorted_by_failed_calls_and_explain_their_return(
+    served: Served, recorded: Path
+) -> None:
+    rows = rows_on_disk(recorded)
+    numbers = [row["num_failed_calls"] for row in rows]
+    assert 0 in numbers and max(numbers) > 0
+    for failed, expected in (("any", [n for n in numbers if n]), ("none", [n for n in numbers if not n])):
+        found = served.data("rollouts", failed=failed, training="1", sort="num_failed_calls", descending="1")
+        assert [row["num_failed_calls"] for row in found["rows"]] == sorted(expected, reverse=True)
+        assert sum(found["histogram"]["numbers"]) + found["histogram"]["missing"] == len(expected)
+    assert (
+        "failed is any or none" in served.ask(f"/data/rollouts.json?run={served.ids[0]}&failed=x")[2].decode()
+    )
+    [scored, *_] = [row for row in served.data("rollouts", training="1")["rows"] if row["answer"]]
+    [on_disk] = [row for row in rows if all(row[name] == scored[name] for name in ("trace_id", "rollout"))]
+    assert scored["targets"] == json.loads(on_disk["targets"]) and scored["answer"] == on_disk["answer"]
+    assert sum(scored["reward_parts"].values()) == pytest.approx(scored["episode_return"])
+    assert scored["reason"] == on_disk["reason"] != ""
+    places = {(row["where"], row["trace_id"]) for row in served.data("rollouts", training="1")["rows"]}
+    groups = {place: served.data("group", where=place[0], trace=place[1]) for place in places}
+    assert groups[scored["where"], scored["trace_id"]]["rollouts"][scored["rollout"]] == scored
+    nodes = [node for group in groups.values() for node in group["nodes"]]
+    calls = [call for node in nodes for call in node["metadata"].get("tool_calls", ())]
+    assert {call["name"] for call in calls} == {"search"}
+    for call in calls:  # only calls that were executed took time
+        assert call["arguments"] and (call["seconds"] is not None) == (call["status"] in ("ok", "empty"))
+
+
+def test_records_of_older_versions_have_no_explanations_and_match_no_filter_of_failed_calls() -> None:
+    old = Path(__file__).parents[2] / "compat" / "c91e788" / "empo2"
+    table = RolloutIndex(old).table()
+    rows = find(table, {})["rows"]
+    assert rows and {(row["targets"], row["reason"], row["num_failed_calls"]) for row in rows} == {
+        (None,) * 3
+    }
+    assert [find(table, {"failed": failed})["total"] for failed in ("any", "none")] == [0, 0]
 
 
 def test_search_finds_each_turn_that_has_the_words(served: Served, recorded: Path) -> None:

@@ -40,7 +40,7 @@ from outrider.errors import (
 )
 from outrider.plugins.registry import is_import_path
 from outrider.tokens.call_formats import CallFormatName, find_call_error, get_call_format
-from outrider.types import Message, Step, Task
+from outrider.types import CallRecord, CallStatus, Message, Step, Task
 
 if TYPE_CHECKING:  # the server's packages are an extra
     from outrider.environments.agent.server import Gateway
@@ -315,7 +315,9 @@ class AgentEnvironment(ExternalAgent):
         if not isinstance(event, PendingRequest):
             if isinstance(event, ProgramFailure):
                 assert self._config.failed_return is not None  # see _checked
-                event, self._has_failed = Reward(value=self._config.failed_return, success=False), True
+                grade = {"reason": f"the program failed: {event.problem}"}
+                event = Reward(value=self._config.failed_return, success=False, grade=grade)
+                self._has_failed = True
             self._reward = event
             return StepResult(reward=event.value, done=True, invalid=False)
         self._pending = event
@@ -327,6 +329,7 @@ class AgentEnvironment(ExternalAgent):
             invalid=invalid,
             num_tool_calls=len(results),
             tools=tuple(message.tool_name for message in results if message.tool_name),
+            tool_calls=_program_calls(event.request.conversation, results),
         )
 
     def result(self) -> EpisodeResult:
@@ -347,6 +350,7 @@ class AgentEnvironment(ExternalAgent):
             episode_return=reward.value,
             success=success and self._reward is not None,
             metrics={**{name: float(count) for name, count in counts.items()}, **reward.metrics},
+            **({"reason": "the program had not ended"} if self._reward is None else reward.grade),
         )
 
     def close(self) -> None:
@@ -357,6 +361,23 @@ class AgentEnvironment(ExternalAgent):
             self._gateway.close_session(session)
         if program is not None:
             self._programs.kill(program)
+
+
+def _program_calls(conversation: Conversation, results: Sequence[Message]) -> tuple[CallRecord, ...]:
+    """Records of calls whose results a program sent. Only the program knows how long they took and whether
+    they failed; a call that does not fit its tool is an error.
+    """
+    calls = {call.call_id: call for message in conversation.messages for call in message.tool_calls}
+    records = []
+    for result in results:
+        call = calls.get(result.tool_call_id)
+        is_unfit = call and (
+            call.problem or (conversation.tools and find_call_error(call, conversation.tools))
+        )
+        status: CallStatus = "error" if is_unfit else "ok" if result.content.strip() else "empty"
+        name, arguments = (call.name, call.arguments_text) if call else (result.tool_name, "")
+        records.append(CallRecord(name=name, arguments=arguments, status=status))
+    return tuple(records)
 
 
 def read_exit(report: Report) -> Reward | ProgramFailure:

@@ -35,11 +35,14 @@ COUNTED: Final = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
-    """The reward of an episode. If ``success`` is None, the settings decide."""
+    """The reward of an episode. If ``success`` is None, the settings decide. ``grade`` has the fields of
+    :class:`~outrider.environments.base.EpisodeResult` that explain it.
+    """
 
     value: float
     success: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    grade: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,8 @@ class Session:
 
 
 def read_reward(value: Any) -> Reward:
-    """Read a reward: a number, or an object with ``reward``, ``success`` and ``metrics``.
+    """Read a reward: a number, or an object with ``reward``, ``success`` and ``metrics``, and for the records
+    ``targets``, ``answer``, ``reward_parts`` and ``reason``.
 
     Raises InvalidResult for any other value, NonFiniteResult for NaN and infinity.
     """
@@ -231,4 +235,19 @@ def read_reward(value: Any) -> Reward:
         value=as_float(value["reward"], "the reward"),
         success=None if success is None else as_bool(success, "success"),
         metrics=metrics,
+        grade=_read_grade(value),
     )
+
+
+def _read_grade(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What explains a reward. Texts of another type are converted, because programs may already use these
+    names; only the parts must be numbers.
+    """
+    grade: dict[str, Any] = {
+        name: str(value[name]) for name in ("answer", "reason") if value.get(name) is not None
+    }
+    if (targets := value.get("targets")) is not None:
+        grade["targets"] = [str(target) for target in (targets if isinstance(targets, list) else [targets])]
+    if (parts := value.get("reward_parts")) is not None:
+        grade["reward_parts"] = as_metrics(parts, "reward_parts")
+    return grade

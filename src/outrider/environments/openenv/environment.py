@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from outrider.environments.base import Episode, EpisodeResult, StepResult
@@ -97,7 +98,7 @@ class OpenEnvEnvironment:
         """The record so far. ``num_restarts`` counts restarts of the server for this episode."""
         record = self._record.result()
         metrics = {**record.metrics, "num_restarts": float(self._num_restarts)}
-        return EpisodeResult(episode_return=record.episode_return, success=record.success, metrics=metrics)
+        return replace(record, metrics=metrics)
 
     def solved(self, solve: Solve) -> tuple[Step, ...]:
         """Play an expert from the beginning. Raises EnvironmentFault if it raises an exception."""

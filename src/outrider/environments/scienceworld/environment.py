@@ -276,7 +276,18 @@ class ScienceWorldEnvironment(Environment):
 
     def result(self) -> EpisodeResult:
         """Return and success by the settings; ``score`` in the metrics is neither clipped nor scaled."""
-        return EpisodeResult(episode_return=self._value, success=self._is_success, metrics=dict(self.metrics))
+        metrics = self.metrics
+        end = "the simulator ended the episode" if self._is_over else "the episode did not end"
+        if metrics["wrong_focus"]:
+            end = "the focus was on a wrong object"
+        elif metrics["cut_by_moves"]:
+            end = f"not completed within max_moves = {self.settings.max_moves}"
+        return EpisodeResult(
+            episode_return=self._value,
+            success=self._is_success,
+            metrics=dict(metrics),
+            reason=f"{end}: score {metrics['score']:g} of {FULL_SCORE:g}",
+        )
 
     def expert(self) -> Sequence[Step] | None:
         """Steps of the simulator's gold path; None if it does not reach 100 within ``max_moves``."""

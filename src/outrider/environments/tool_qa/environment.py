@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, cast
 
@@ -20,6 +21,7 @@ from outrider.environments.base import (
     EpisodeResult,
     StepResult,
     TaskSet,
+    unparsed_calls,
 )
 from outrider.environments.grading.answers import last_boxed
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
@@ -46,14 +48,23 @@ from outrider.environments.tool_qa.rewards import (
     stop_strings,
 )
 from outrider.environments.window import WindowedSettings, WindowSettings
-from outrider.errors import ConfigError, DataError
+from outrider.errors import ConfigError, DataError, ToolFault
 from outrider.plugins.registry import Entry, build_by_name, load_settings_class, resolve
 from outrider.tokens.call_formats import ProtocolName, describe_unwritable
 from outrider.tokens.tool_calls import call_id, without_thoughts
-from outrider.tools.base import CallBudget, Tool, ToolContext, ToolGroup, ToolOutput, Toolset, ToolSettings
+from outrider.tools.base import (
+    CallBudget,
+    Tool,
+    ToolContext,
+    ToolGroup,
+    ToolOutput,
+    Toolset,
+    ToolSettings,
+    recorded_call,
+)
 from outrider.tools.python.tool import PythonToolConfig
 from outrider.tools.search import SearchConfig
-from outrider.types import Message, Step, Task, ToolCall, ToolSchema
+from outrider.types import CallRecord, Message, Step, Task, ToolCall, ToolSchema
 
 OVER_LIMIT = "No tool calls are left. Give the answer now."
 REPEATED = "This was asked before. Ask something else or answer."
@@ -497,8 +508,10 @@ class ToolEnvironment(Environment):
                 return self._answer(Turn(text=action))
             case NoAction():
                 return self._end(Turn(text=action), invalid=True)
-            case Malformed(reason=reason):
-                return self._complain(action, reason)
+            case Malformed(tag=tag, reason=reason):
+                record = CallRecord(name=tag, arguments=reason, status="error")
+                result = self._complain(action, reason)
+                return result if tag == ANSWER else replace(result, tool_calls=(record,))
             case Call() as call:
                 return self._call(action, call)
 
@@ -543,7 +556,14 @@ class ToolEnvironment(Environment):
             metrics[f"num_tool_calls_{name}"] = float(self._num_calls[name])
         has_function = self.settings.reward.function is not None  # whose reward alone decides
         success = score.is_correct and (has_function or score.fault is None)
-        return EpisodeResult(episode_return=score.reward, success=success, metrics=metrics)
+        return EpisodeResult(
+            episode_return=score.reward,
+            success=success,
+            metrics=metrics,
+            answer=score.prediction or None,
+            reward_parts=score.parts,
+            reason=score.reason,
+        )
 
     def copy(self) -> Self:
         twin = copy(self)
@@ -565,20 +585,24 @@ class ToolEnvironment(Environment):
         return result
 
     def _call(self, text: str, call: Call) -> StepResult:
+        record = CallRecord(name=call.tool, arguments=call.argument, status="refused")
+        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
         if not self._is_open():
             self._num_refused += 1
-            return (
+            result = (
                 self._end(Turn(text=text), invalid=True)
                 if self._num_refused > 1
                 else self._reply(text, OVER_LIMIT, refused=True)
             )
-        key = (call.tool, " ".join(call.argument.split()) if call.tool == "search" else call.argument)
-        if self._is_refused_repetition(key):
+        elif self._is_refused_repetition(key):
             self._calls[key] += 1
-            return self._complain(text, REPEATED)
-        output = self.shared.tools.run_text(call.tool, call.argument)
-        self._count(key, failed=output.failed)
-        return self._reply(text, output.text, executed=call.tool)
+            result = self._complain(text, REPEATED)
+        else:
+            run = partial(self.shared.tools.run_text, call.tool, call.argument)
+            output, record = recorded_call(run, call.tool, call.argument)
+            self._count(key, failed=output.failed)
+            result = self._reply(text, output.text, executed=call.tool)
+        return replace(result, tool_calls=(record,))
 
     def _reply(
         self,
@@ -618,20 +642,26 @@ class ToolEnvironment(Environment):
         is_over = bool(message.tool_calls) and not self._is_open()
         if is_over and self._num_refused:
             self._num_refused += 1
-            return self._end(turn, invalid=True)
-        if message.problems and self._num_invalid + 1 >= self.settings.max_invalid:
-            return self._end(turn, invalid=True)
-        return self._call_natively(turn, message.tool_calls)
+        elif not (message.problems and self._num_invalid + 1 >= self.settings.max_invalid):
+            return self._call_natively(turn, message.tool_calls)
+        refused = [
+            CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
+            for call in message.tool_calls
+        ]
+        records = (*refused, *unparsed_calls(message.problems))
+        return replace(self._end(turn, invalid=True), tool_calls=records)
 
     def _call_natively(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
         """Execute the calls in order. Each one gets a message, followed by one message per problem."""
         tools, refuses_repetitions = self.shared.tools, self.settings.repeated == "refuse"
         outputs: list[tuple[ToolCall, ToolOutput]] = []
         messages: list[Message] = []
+        records: list[CallRecord] = []
         is_refused = is_repeated = False
         seen_keys: set[tuple[str, str]] = set()
         for call in calls:
             key = tools.call_key(call)
+            record = CallRecord(name=call.name, arguments=call.arguments_text, status="refused")
             if not self._is_open(len(outputs)):
                 is_refused = True
                 messages.append(_result(call, OVER_LIMIT))
@@ -639,9 +669,14 @@ class ToolEnvironment(Environment):
                 is_repeated = True
                 messages.append(_result(call, REPEATED))
             else:
-                output = tools.run_call(call)
+                try:
+                    output, record = recorded_call(partial(tools.run_call, call), call.name, record.arguments)
+                except ToolFault as fault:
+                    fault.tool_calls = (*records, *fault.tool_calls)
+                    raise
                 outputs.append((call, output))
                 messages.append(_result(call, output.text))
+            records.append(record)
             seen_keys.add(key)
         # Count after the last call, so that a fault leaves the record unchanged.
         for call, output in outputs:
@@ -651,6 +686,7 @@ class ToolEnvironment(Environment):
             Message(role="tool", content=problem, tool_call_id=call_id(number))
             for number, problem in enumerate(turn.problems, first)
         ]
+        tool_calls = (*records, *unparsed_calls(turn.problems))
         executed = tuple(call.name for call, _ in outputs)
         self._turns.append(replace(turn, executed=executed))
         is_invalid = bool(turn.problems) or is_repeated
@@ -664,6 +700,7 @@ class ToolEnvironment(Environment):
                 invalid=True,
                 num_tool_calls=len(executed),
                 tools=executed,
+                tool_calls=tool_calls,
             )
         return StepResult(
             messages=tuple(messages),
@@ -671,6 +708,7 @@ class ToolEnvironment(Environment):
             refused=is_refused and not outputs,
             num_tool_calls=len(executed),
             tools=executed,
+            tool_calls=tool_calls,
         )
 
     # Both.

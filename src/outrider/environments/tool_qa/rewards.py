@@ -3,11 +3,13 @@
 import hashlib
 import inspect
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
@@ -71,8 +73,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Malformed:
-    """A tag was closed that cannot be read; ``reason`` is shown to the policy."""
+    """The ``tag`` was closed but cannot be read; ``reason`` is shown to the policy."""
 
+    tag: str
     reason: str
 
 
@@ -110,14 +113,14 @@ def parse_action(text: str, tools: Sequence[str]) -> Action:
         return NoAction()
     position, name = min(ends)
     if re.search(r"[\w<]", text[position + len(f"</{name}>") :]):
-        return Malformed(reason=f"Nothing may follow </{name}>.")
+        return Malformed(tag=name, reason=f"Nothing may follow </{name}>.")
     _, opening, inside = text[:position].rpartition(f"<{name}>")
     if not opening:
-        return Malformed(reason=f"</{name}> without <{name}>.")
+        return Malformed(tag=name, reason=f"</{name}> without <{name}>.")
     if name == ANSWER:
         return Answer(text=inside.strip())
     if not inside.strip():
-        return Malformed(reason=f"<{name}> is empty.")
+        return Malformed(tag=name, reason=f"<{name}> is empty.")
     return Call(tool=name, argument=inside.strip())
 
 
@@ -513,9 +516,11 @@ class RewardFunction:
         self.columns = frozenset() if self._is_verl else required - {"prompts", "completions"}
         """Columns of the data set that the function cannot do without."""
 
-    def score(self, task: Task, completion: str) -> float:
-        """Return the reward. Raises EnvironmentFault if the function raises, InvalidResult if it returns no
-        number, and NonFiniteResult for NaN.
+    def score(self, task: Task, completion: str) -> tuple[float, dict[str, float]]:
+        """Return the reward, and the other numbers of a returned mapping.
+
+        Raises EnvironmentFault if the function raises, InvalidResult if it returns no number, and
+        NonFiniteResult for NaN.
         """
         arguments = self._verl(task, completion) if self._is_verl else self._trl(task, completion)
         if not self._accepts_all:
@@ -526,7 +531,13 @@ class RewardFunction:
             raise
         except Exception as error:
             raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
+        parts: dict[str, float] = {}
         if isinstance(result, Mapping):
+            parts = {  # a function may return anything else besides the score
+                str(name): float(number)
+                for name, number in result.items()
+                if name != "score" and isinstance(number, Real) and math.isfinite(number)
+            }
             result = result.get("score")
         elif not self._is_verl:
             try:
@@ -540,7 +551,7 @@ class RewardFunction:
                 f"{self.path} returned None, which TRL allows for a reward that does not apply; Outrider "
                 "needs a number for every completion, for example 0.0"
             )
-        return as_float(result, f"the reward of {self.path}")
+        return as_float(result, f"the reward of {self.path}"), parts
 
     def _trl(self, task: Task, completion: str) -> dict[str, Any]:
         prompt = task.metadata.get("prompt")
@@ -613,7 +624,8 @@ class RewardConfig(Settings):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
     """The reward and all that it was made from. ``fault`` is None for a good format; ``num_undecided`` counts
-    golds that could not be compared safely (math), or an answer that a verifier could not score.
+    golds that could not be compared safely (math), or an answer that a verifier could not score. ``parts``
+    are the numbers that the reward consists of, and ``reason`` explains it in one line.
     """
 
     reward: float
@@ -625,6 +637,8 @@ class Score:
     contained: bool
     is_correct: bool
     num_undecided: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
 
 
 def score_turns(
@@ -680,6 +694,9 @@ def score_answer(
             graded = _Graded(float(em))
     correctness = f1 if config.answer == "f1" else graded.correctness
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
+    parts = {"correctness": correctness} | ({"multi_tool_bonus": bonus} if bonus else {})
+    if fault is not None:
+        parts = {"format_penalty": config.format_penalty}
     return Score(
         reward=config.format_penalty if fault is not None else correctness + bonus,
         correctness=correctness,
@@ -690,13 +707,36 @@ def score_answer(
         contained=contains_answer(prediction, answers),
         is_correct=graded.correctness >= 1,
         num_undecided=graded.num_undecided,
+        parts=parts,
+        reason=fault or _reason(prediction, correctness, config, is_undecided=graded.num_undecided > 0),
     )
+
+
+_GRADERS: Final = {
+    "f1": "token F1", "em": "exact match", "math": "mathematical equivalence",
+    "judge": "the judge's verdict", "verifier": "the task's verifier",
+}  # fmt: skip
+
+
+def _reason(prediction: str, correctness: float, config: RewardConfig, *, is_undecided: bool) -> str:
+    """Why an answer in a good format has this correctness."""
+    verdict = "could not be compared" if is_undecided else "equals none of the targets"
+    if correctness > 0:
+        verdict = "is correct" if correctness >= 1 else f"is partly correct ({correctness:.2f})"
+    return f"the answer {verdict} by {_GRADERS[config.answer]}" if prediction.strip() else "no answer"
 
 
 def score_by_function(function: RewardFunction, task: Task, completion: str, score: Score) -> Score:
     """Replace the reward of a score by that of a function; a reward above 0 is correct."""
-    reward = function.score(task, completion)
-    return replace(score, reward=reward, correctness=reward, is_correct=reward > 0)
+    reward, parts = function.score(task, completion)
+    return replace(
+        score,
+        reward=reward,
+        correctness=reward,
+        is_correct=reward > 0,
+        parts=parts or {"score": reward},
+        reason=f"the reward is that of {function.path}",
+    )
 
 
 @dataclass(frozen=True, slots=True)

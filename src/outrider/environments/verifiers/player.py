@@ -105,7 +105,8 @@ def episode_outcome(episode: Any, variable: str) -> dict[str, Any]:
     means = {name: sum(values) / len(values) for name, values in scores.items()}
     if not all(abs(number) < float("inf") for number in (value, *means.values())):
         return {"fault": f"the environment gave the reward {value} and {means}, which are no finite numbers"}
-    return {"value": {"reward": value, "metrics": means}}
+    parts = {name.removeprefix("reward_"): mean for name, mean in means.items() if name.startswith("reward_")}
+    return {"value": {"reward": value, "metrics": means, "reward_parts": parts}}
 
 
 def format_problem(kind: str, message: str) -> str:

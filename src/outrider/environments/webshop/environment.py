@@ -7,7 +7,7 @@ files of your own, the environment uses a small invented catalogue.
 import copy
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -213,10 +213,16 @@ class WebShopEnvironment:
             }
         counts = {name: float(self._counts[name]) for name in _COUNTED}
         penalties = self._config.invalid_penalty * self._counts["num_invalid"]
+        products, goal = self._shop.products, self._goal
+        penalty = {"invalid_penalty": -penalties} if penalties else {}
         return EpisodeResult(
             episode_return=webshop_reward.training_return(score, self._config.reward) - penalties,
             success=score == webshop_reward.SUCCESS,
             metrics={"score": score, "bought": float(bought is not None)} | parts | counts,
+            targets=(_purchase(products[goal.product_id].title, [value for _, value in goal.options]),),
+            answer=None if bought is None else self._bought_text,
+            reward_parts=parts | penalty if bought is not None else penalty,
+            reason="nothing was bought" if bought is None else f"the purchase has the score {score:.2f}",
         )
 
     def copy(self) -> "WebShopEnvironment":
@@ -231,6 +237,7 @@ class WebShopEnvironment:
     def _start(self) -> None:
         self._page = Page()
         self._bought: PurchaseScore | None = None
+        self._bought_text = ""
         self._done = False
         self._counts: Counter[str] = Counter()
 
@@ -266,6 +273,7 @@ class WebShopEnvironment:
     def _buy(self) -> StepResult:
         page, goal = self._page, self._goal
         self._done = True
+        self._bought_text = _purchase(self._shop.products[page.product_id].title, page.chosen.values())
         self._bought = webshop_reward.score_purchase(
             bought=self._shop.products[page.product_id],
             price=self._shop.prices[page.product_id],
@@ -390,6 +398,11 @@ class WebShopTaskSet:
         values = [value for _, value in goal.options]
         names = [webshop_pages.NEXT] * num_turns + [goal.product_id, *values, webshop_pages.BUY]
         return [("search", queries[index]), *(("click", name) for name in names)]
+
+
+def _purchase(title: str, options: Iterable[str]) -> str:
+    """A product and its chosen options in one line."""
+    return "; ".join((title, *options))
 
 
 def _share(num_hit: int, total: int) -> float:

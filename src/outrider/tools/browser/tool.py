@@ -208,7 +208,7 @@ class Browser:
             return ToolOutput(text=str(refusal), failed=True)
         content = cut(page.text.strip(), self.settings.max_page_chars)
         if not content:
-            return ToolOutput(text=EMPTY, failed=True)
+            return ToolOutput(text=EMPTY, failed=True, status="empty")
         trimmed_page = Page(address=page.address, title=" ".join(page.title.split())[:200], text=content)
 
         def read() -> str:
@@ -217,7 +217,8 @@ class Browser:
             return text.encode("utf-8", "replace").decode("utf-8")  # drops single surrogates
 
         key = hashlib.sha256(json.dumps([trimmed_page.title, content, question]).encode()).digest()
-        return ToolOutput(text=self._readings.get(key, read))
+        text = self._readings.get(key, read)
+        return ToolOutput(text=text, status="empty" if text.endswith(NOTHING_READ) else "ok")
 
     def close(self) -> None:
         """Nothing to release."""

@@ -347,7 +347,11 @@ class PythonAdapter:
     def run_text(self, text: str) -> ToolOutput:
         """Run the code. If it prints nothing, the text reports that."""
         result = self._tool.run(extract_code(text))
-        return ToolOutput(text=result.output or "(no output)", failed=result.status != "ok")
+        return ToolOutput(
+            text=result.output or "(no output)",
+            failed=result.status != "ok",
+            status={"ok": None if result.output else "empty", "timeout": "timeout"}.get(result.status),
+        )
 
     def close(self) -> None:
         self._tool.close()

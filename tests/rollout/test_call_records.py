@@ -1,0 +1,95 @@
+"""The records of tool calls and of the return, from the environment to the files of a run."""
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from outrider.environments.base import EpisodeResult, StepResult
+from outrider.errors import ToolFault
+from outrider.trace import Trace
+from outrider.training.async_rollouts import group_to_dict, read_group
+from outrider.training.step_records import trace_rows
+from outrider.types import CallRecord, Origin, Outcome, Task
+from outrider.viewer.records import RolloutWriter, TraceReader, TraceWriter, parse_metadata, read_rollouts
+from tests.rollout.fakes import END, TOKENIZER, Factory, Fake, say, scheduler, scripted
+
+TASK = Task(key="t", question="q", answers=("Paris", "Paris, France"))
+FOUND = CallRecord(name="search", arguments="tower", status="empty", seconds=0.25)
+REFUSED = CallRecord(name="search", arguments='{"query": "\ud800"}', status="refused")
+BROKEN = CallRecord(name="search", arguments="down", status="timeout", seconds=2.0)
+
+
+class Explained(Fake):
+    def result(self) -> EpisodeResult:
+        return EpisodeResult(
+            episode_return=0.5,
+            success=False,
+            answer="Rome",
+            reward_parts={"exact": 0.0, "near": 0.5},
+            reason="near",
+        )
+
+
+def found_then_refused(number: int, text: str) -> StepResult:
+    return replace(
+        say(" nothing") if number == 0 else END, tool_calls=(FOUND,) if number == 0 else (REFUSED,)
+    )
+
+
+def broken(number: int, text: str) -> StepResult:
+    error = ToolFault("the server is down")
+    error.tool_calls = (BROKEN,)
+    raise error
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    steps = (found_then_refused, broken)
+    factory = Factory(lambda task, number: Explained(steps[number]))
+    player = scheduler(scripted(lambda request, text: "go."), factory, max_concurrent=1, max_retries=0)
+    [trace] = player.run([TASK], modes=("plain", "plain"), training_step=0).traces
+    return trace
+
+
+def test_records_are_at_the_observation_and_at_a_turn_that_ended_the_episode_or_failed(trace: Trace) -> None:
+    calls = [(node.origin, node.tool_calls) for node in trace.nodes if node.tool_calls]
+    policy = Origin.POLICY
+    assert calls == [(Origin.ENVIRONMENT, (FOUND,)), (policy, (REFUSED,)), (policy, (BROKEN,))]
+
+
+def test_a_checkpoint_keeps_the_records_of_calls_and_of_the_return(trace: Trace) -> None:
+    found = read_group(json.loads(json.dumps(group_to_dict(trace))))
+    assert [asdict(node) for node in found.nodes] == [asdict(node) for node in trace.nodes]
+    assert found.leaves == trace.leaves and found.leaves[0].grade["reason"] == "near"
+
+
+def test_rows_explain_the_return_and_count_failed_calls(trace: Trace, tmp_path: Path) -> None:
+    rows = trace_rows([trace], step=1, tokenizer=TOKENIZER)
+    TraceWriter(tmp_path / "traces").write(1, rows.nodes)
+    RolloutWriter(tmp_path).write(1, rows.rollouts)
+    ended, lost = read_rollouts(tmp_path, "step-000001.parquet").to_pylist()
+    assert (ended["outcome"], lost["outcome"]) == (Outcome.FINISHED, Outcome.TOOL_FAULT)
+    explained = {name: ended[name] for name in ("targets", "answer", "reward_parts", "reason")}
+    assert explained == {
+        "targets": '["Paris", "Paris, France"]', "answer": "Rome",
+        "reward_parts": '{"exact": 0.0, "near": 0.5}', "reason": "near",
+    }  # fmt: skip
+    assert (lost["targets"], lost["answer"], lost["reason"]) == (ended["targets"], None, None)
+    assert (ended["num_failed_calls"], lost["num_failed_calls"]) == (1, 1)
+    read = TraceReader(tmp_path / "traces").read(1)
+    calls = [parse_metadata(row)["tool_calls"] for row in read if row.seconds]
+    assert calls == [
+        [{"name": "search", "arguments": "tower", "status": "empty"}],
+        [{"name": "search", "arguments": '{"query": "\\ud800"}', "status": "refused"}],
+        [{"name": "search", "arguments": "down", "status": "timeout"}],
+    ]
+    seconds = [row.seconds[0] for row in read if row.seconds]
+    assert seconds[0] == 0.25 and math.isnan(seconds[1]) and seconds[2] == 2.0
+
+
+def test_rows_that_differ_only_in_the_clock_are_equal(trace: Trace) -> None:
+    row = next(row for row in trace_rows([trace], step=1, tokenizer=TOKENIZER).nodes if row.seconds)
+    assert replace(row, seconds=(9.0,)) == row != replace(row, metadata="{}")
