@@ -4,7 +4,7 @@ A record names the source of its figures (``source``) and the command. Its kind 
 
 - ``cells``: a recorded table ("" the table, ``notes`` the list below it);
 - ``values``: single figures by name, a text or a score with its number of tasks, whose interval is computed;
-- ``scores``: scores by seed and name, from the record or a pack, in the tables of its ``views``;
+- ``scores``: scores by seed and name, in the tables of its ``views``;
 - ``runs``: runs of a pack, one row each: settings, rewards at the beginning and at the end of training,
   held-out score;
 - ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start per seed;
@@ -14,13 +14,13 @@ A record names the source of its figures (``source``) and the command. Its kind 
 - ``league``: rows of the tables of such records, with their tasks and models ("" all rows, ``readme`` the
   chosen ones).
 
-``cells`` and ``runs`` with ``shown`` have a short table of these columns, too.
+``cells`` with ``shown`` have a short table of these columns, too.
 
 Packs are in ``records/packs``, and are verified before they are read.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -85,10 +85,10 @@ class View(_Part):
     """``names`` maps columns of the table to scores; ``corner`` is the head of the first column.
 
     ``seeds`` has a row per seed and their mean, ``intervals`` the same with intervals over tasks and policy
-    tokens, ``summary`` a row per name with mean, lowest and highest.
+    tokens.
     """
 
-    form: Literal["seeds", "intervals", "summary"]
+    form: Literal["seeds", "intervals"]
     corner: str
     names: dict[str, str]
 
@@ -102,17 +102,12 @@ class SeedScores(_Part):
 
 
 class Scores(_Record):
-    """``seeds`` are recorded, or come from ``pack``: ``evaluations`` maps a name to a run, with ``{seed}`` in
-    place of the seed, and the label of one of its evaluations.
-    """
+    """Recorded scores of ``num_tasks`` tasks."""
 
     kind: Literal["scores"]
     num_tasks: int = Field(ge=1)
     views: dict[str, View]
-    seeds: tuple[SeedScores, ...] = ()
-    pack: str | None = None
-    pack_seeds: tuple[int, ...] = ()
-    evaluations: dict[str, tuple[str, str]] = {}
+    seeds: tuple[SeedScores, ...]
 
 
 class Toys(_Record):
@@ -158,7 +153,6 @@ class Runs(_Record):
     columns: tuple[str, ...]
     rows: dict[str, tuple[str, ...]]
     window: int = Field(3, ge=1)
-    shown: tuple[str, ...] = ()
 
 
 class Gains(_Record):
@@ -178,7 +172,7 @@ class LeagueTask(_Part):
     readme: tuple[str, ...] = ()
 
 
-class League(_Part):
+class League(_Record):
     """Methods, tasks and models in one table."""
 
     kind: Literal["league"]
@@ -220,58 +214,21 @@ def _values(record: Values, packs: Path) -> dict[str, str]:
 
 
 def _scores(record: Scores, packs: Path) -> dict[str, str]:
-    seeds = record.seeds if record.pack is None else _packed_seeds(record, packs / record.pack)
-    return {name: _FORMS[view.form](record, seeds, view) for name, view in record.views.items()}
+    return {name: _seeds_table(record, view) for name, view in record.views.items()}
 
 
-def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
-    tables = verify(pack).tables
-    rows = {(row["run"], row["label"]): row for row in tables["evaluations"]}
-    tokens = {row["run"]: int(row.get("policy tokens", 0)) for row in tables["costs"]}
-    seeds = []
-    for seed in record.pack_seeds:
-        found = {
-            name: rows[run.format(seed=seed), label] for name, (run, label) in record.evaluations.items()
-        }
-        if other := [row["run"] for row in found.values() if row["num_tasks"] != record.num_tasks]:
-            raise DataError(f"{pack}: {other[0]} was not scored on {record.num_tasks} tasks")
-        trained = {name: tokens[row["run"]] for name, row in found.items() if row["step"] > 0}
-        percent = {name: 100 * row["score"] for name, row in found.items()}
-        seeds.append(SeedScores(label=str(seed), percent=percent, policy_tokens=trained))
-    return seeds
-
-
-def _by_seed(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
-    rows = [(one.label, *(f"{one.percent[name]:.1f}" for name in view.names)) for one in seeds]
-    return markdown(
-        (view.corner, *view.names.values()),
-        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
-    )
-
-
-def _with_intervals(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
+def _seeds_table(record: Scores, view: View) -> str:
     def cell(one: SeedScores, name: str) -> str:
+        if view.form == "seeds":
+            return f"{one.percent[name]:.1f}"
         told = Score(percent=one.percent[name], num_tasks=record.num_tasks).text.replace(" %", "")
         return f"{told} ({one.policy_tokens[name]:,})" if name in one.policy_tokens else told
 
-    rows = [(one.label, *(cell(one, name) for name in view.names)) for one in seeds]
+    rows = [(one.label, *(cell(one, name) for name in view.names)) for one in record.seeds]
+    means = [math.fsum(one.percent[name] for one in record.seeds) / len(record.seeds) for name in view.names]
     return markdown(
-        (view.corner, *view.names.values()),
-        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
+        (view.corner, *view.names.values()), [*rows, ("mean", *(f"{mean:.1f}" for mean in means))]
     )
-
-
-def _summary(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
-    def cell(name: str) -> str:
-        values = [one.percent[name] for one in seeds]
-        span = f" ({min(values):.1f}, {max(values):.1f})" if min(values) < max(values) else ""
-        return f"{_mean(seeds, name):.1f} %{span}"
-
-    return markdown((view.corner, "score"), [(shown, cell(name)) for name, shown in view.names.items()])
-
-
-def _mean(seeds: Sequence[SeedScores], name: str) -> float:
-    return math.fsum(one.percent[name] for one in seeds) / len(seeds)
 
 
 def _runs(record: Runs, packs: Path) -> dict[str, str]:
@@ -295,7 +252,7 @@ def _runs(record: Runs, packs: Path) -> dict[str, str]:
             " %", ""
         )
         table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), told))
-    return {"": with_columns(columns, table, record.shown)}
+    return {"": markdown(columns, table)}
 
 
 def _gains(record: Gains, packs: Path) -> dict[str, str]:
@@ -407,9 +364,6 @@ def _calls(record: Calls, packs: Path) -> dict[str, str]:
     }
 
 
-_FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]] = {
-    "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
-}  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
     "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys,
     "factbook": _factbook, "calls": _calls, "league": _league,

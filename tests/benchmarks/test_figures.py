@@ -133,7 +133,7 @@ def test_wilson_intervals() -> None:
 
 @pytest.fixture
 def packed(root: Path) -> Path:
-    """Records of packs: seeds of two algorithms, and a toy."""
+    """Recorded scores, and records of a pack: seeds of two algorithms, and a toy."""
     data = write_questions(root / "data")
     runs = []
     for seed, solved in enumerate((3, 4)):
@@ -152,18 +152,15 @@ def packed(root: Path) -> Path:
     ]
     (root / "records" / "packs").mkdir()
     make_pack([*runs, *toys], root / "records" / "packs" / "first")
-    names = {"before": "before", "RAPO": "after RAPO", "GRPO": "after GRPO"}
-    views = {
-        form: {"form": form, "corner": "seed", "names": names} for form in ("seeds", "intervals", "summary")
+    names = {"before": "before", "RAPO": "after RAPO"}
+    views: dict[str, Json] = {
+        form: {"form": form, "corner": "seed", "names": dict(names)} for form in ("seeds", "intervals")
     }
-    evaluations = {
-        "before": ["rapo-{seed}", "before training"],
-        "RAPO": ["rapo-{seed}", "after RAPO"],
-        "GRPO": ["grpo-{seed}", "after GRPO"],
-    }
-    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1],
-                                 "views": views,  # type: ignore[dict-item]
-                                 "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
+    seeds: list[Json] = [
+        {"label": str(seed), "percent": {"before": 0.0, "RAPO": percent}, "policy_tokens": {"RAPO": 2000}}
+        for seed, percent in enumerate((50.0, 66.7))
+    ]
+    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "views": views, "seeds": seeds})
     write_record(
         root,
         "toy",
@@ -176,18 +173,11 @@ def packed(root: Path) -> Path:
 def test_tables_follow_from_a_pack(packed: Path) -> None:
     figures = render_all(packed / "records")
     assert figures["seeds/seeds"].splitlines()[2:] == [
-        "| 0 | 0.0 | 50.0 | 16.7 |",
-        "| 1 | 0.0 | 66.7 | 16.7 |",
-        "| mean | 0.0 | 58.3 | 16.7 |",
+        "| 0 | 0.0 | 50.0 |",
+        "| 1 | 0.0 | 66.7 |",
+        "| mean | 0.0 | 58.4 |",
     ]
-    assert (
-        "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (200) | 16.7 [3.0, 56.4] (200) |"
-        in figures["seeds/intervals"]
-    )
-    assert (
-        "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"]
-        and "| before | 0.0 % |" in figures["seeds/summary"]
-    )
+    assert "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (2,000) |" in figures["seeds/intervals"]
     assert "| RAPO | 10 | 0.950 |" in figures["toy/all"] and "**RAPO** scores higher" in figures["toy/all"]
     assert "| RAPO | 0.950 [0.950, 0.950] | wins |" in figures["toy"]
     short, _, full = figures["runs"].partition("<details markdown>")
@@ -287,10 +277,11 @@ def test_a_changed_byte_of_a_pack_is_an_error(packed: Path) -> None:
         render_all(packed / "records")
 
 
-def test_a_pack_without_the_run_is_named(packed: Path) -> None:
-    file = packed / "records" / "seeds.json"
-    file.write_text(file.read_text().replace('"pack_seeds": [0, 1]', '"pack_seeds": [0, 1, 2]'))
-    with pytest.raises(DataError, match=r"seeds.json: there is no .*rapo-2"):
+def test_a_pack_without_the_method_is_named(packed: Path) -> None:
+    write_record(
+        packed, "toy", {"kind": "toys", "pack": "first", "toy": "lock", "methods": ["ppo"], "num_seeds": 1}
+    )
+    with pytest.raises(DataError, match=r"toy.json: there is no 'ppo'"):
         render_all(packed / "records")
 
 
