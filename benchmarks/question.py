@@ -229,14 +229,13 @@ def _calls(question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[
 
 
 def _seconds(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> str:
-    """Processor seconds of every run, from the journal."""
+    """Processor seconds of every run, from the journal; wall-clock time if it is older."""
     spent: dict[str, float] = {}
-    is_wall = False
-    for event in read_journal(plan.out):
-        if "seconds" in event:
-            is_wall |= "cpu_seconds" not in event
-            seconds = event.get("cpu_seconds", event["seconds"])
-            spent[event["job"]] = spent.get(event["job"], 0.0) + seconds
+    ends = [event for event in read_journal(plan.out) if "seconds" in event]
+    is_wall = any("cpu_seconds" not in event for event in ends)
+    for event in ends:
+        seconds = event["seconds" if is_wall else "cpu_seconds"]
+        spent[event["job"]] = spent.get(event["job"], 0.0) + seconds
     keys = list(dict.fromkeys([*([IMITATION] if plan.has_cold_start else []), *question.methods]))
     rows = [[spent.get(f"factbook/{key}-{seed}", 0.0) for key in keys] for seed in plan.seeds]
     totals = [math.fsum(column) for column in zip(*rows, strict=True)]
@@ -245,7 +244,7 @@ def _seconds(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> st
         [(label, *(f"{value:,.0f}" if value else "" for value in values))
          for label, values in zip([*map(str, plan.seeds), "all"], [*rows, totals], strict=True)],
     )  # fmt: skip
-    kind = "Seconds of processes with one thread" if is_wall else "Processor seconds"
+    kind = "Wall-clock seconds (some have no record of processor time)" if is_wall else "Processor seconds"
     return f"{kind}, {math.fsum(totals):,.0f} in all:\n\n{table}"
 
 
