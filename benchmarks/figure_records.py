@@ -309,22 +309,15 @@ def _factbook_table(record: FactbookRuns, packs: Path) -> tuple[MethodTable, str
 
 def _league(record: League, packs: Path) -> dict[str, str]:
     header = (
-        "task",
-        "model",
-        "method",
-        "score [95 %]",
-        "seeds",
-        "policy tokens",
-        "tool calls",
-        "against GRPO",
-    )
+        "task", "model", "method", "score [95 %]", "seeds", "policy tokens", "tool calls", "against GRPO",
+    )  # fmt: skip
     every, readme = [], []
     for entry in record.tasks:
         source = _RECORD.validate_json((packs.parent / f"{entry.record}.json").read_bytes())
         if not isinstance(source, Toys | FactbookRuns):
             raise DataError(f"{entry.record}.json has no methods of a pack")
         is_toy = isinstance(source, Toys)
-        table = _toy_table(source, packs) if is_toy else _factbook_table(source, packs)[0]
+        table = _toy_table(source, packs) if isinstance(source, Toys) else _factbook_table(source, packs)[0]
         if missing := {*entry.readme} - {cells[0] for cells in table.rows}:
             raise DataError(f"{entry.record}.json has no method {min(missing)}")
         score_column = "interquartile mean" if is_toy else "interquartile mean %"

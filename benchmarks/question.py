@@ -29,7 +29,7 @@ import outrider
 from benchmarks.calls_to_reward import read_calls
 from benchmarks.calls_to_reward import table as calls_table
 from benchmarks.learning import choose_methods, run_jobs, with_one_thread
-from benchmarks.learning_factbook import Plan, factbook_jobs, is_finished
+from benchmarks.learning_factbook import Plan, factbook_jobs
 from benchmarks.learning_jobs import read_journal
 from benchmarks.learning_methods import IMITATION, Method
 from benchmarks.learning_tables import factbook_notes, factbook_table, method_labels
@@ -147,12 +147,13 @@ def require_clean_checkout() -> None:
 
 def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple[str, bool]:
     """Return the result in Markdown, and whether it is a verdict. Only seeds that both methods have finished
-    are compared. Raises OutriderError if there are none.
+    are compared. Raises OutriderError if there are none, and ConfigError for a run with other settings.
     """
     by_key = {method.key: method for method in plan.methods()}
     method, baseline = by_key[question.method], by_key[question.baseline]
     pair = (baseline, method)
-    seeds = [seed for seed in plan.seeds if all(is_finished(plan.folder(one, seed)) for one in pair)]
+    done = {job.name for job in factbook_jobs(plan, pair) if job.is_done()}
+    seeds = [seed for seed in plan.seeds if {f"factbook/{one.key}-{seed}" for one in pair} <= done]
     if not seeds:
         raise OutriderError(f"{plan.out}: no seed of {name} is finished with both methods")
     comparison = compare([plan.folder(one, seed) for seed in seeds for one in pair])
@@ -164,13 +165,13 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         difference = Estimate(value=-difference.value, low=-difference.high, high=-difference.low)
     is_complete = len(seeds) == question.num_seeds
     is_verdict = is_complete and len(seeds) >= MIN_SEEDS
-    found = outcome(tested.verdict.winner, difference, method=labels[method.key])
+    result = outcome(tested.verdict.winner, difference, method=labels[method.key])
     if not is_complete:
         state = f"So far, {len(seeds)} of {question.num_seeds} seeds: no verdict, and no result to quote."
     elif not is_verdict:
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
     else:
-        state = f"Verdict: **{found}** of {method.name} against {baseline.name}."
+        state = f"Verdict: **{result}** of {method.name} against {baseline.name}."
     names = {label: by_key[key].name for key, label in labels.items()}
     reasons = [re.sub(r"^.*(?= has \d+ seed)", lambda label: names.get(label[0], label[0]), one)
                for one in tested.verdict.reasons]  # fmt: skip
@@ -184,9 +185,9 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
         + f"; {'; '.join(reasons) or 'all tests name the same winner'}.",
         *(_calls(question, plan, seeds, pair) if question.levels else []),
-        _seconds(question, plan, by_key),
+        seconds_table(question, plan, by_key),
         "\n".join(f"- {note}" for note in [
-            *factbook_notes(pair, comparison), *_origin(plan, seeds, pair, name=name, records=records)
+            *factbook_notes(pair, comparison), *origin_notes(plan, seeds, pair, name=name, records=records)
         ]),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part), is_verdict
@@ -228,7 +229,7 @@ def _calls(question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[
     return [calls_table(calls, question.levels), "\n".join(lines)]
 
 
-def _seconds(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> str:
+def seconds_table(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> str:
     """Processor seconds of every run, from the journal; wall-clock time if it is older."""
     spent: dict[str, float] = {}
     ends = [event for event in read_journal(plan.out) if "seconds" in event]
@@ -248,7 +249,7 @@ def _seconds(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> st
     return f"{kind}, {math.fsum(totals):,.0f} in all:\n\n{table}"
 
 
-def _origin(
+def origin_notes(
     plan: Plan, seeds: Sequence[int], pair: Sequence[Method], *, name: str, records: Path
 ) -> list[str]:
     """The commits of the runs, and a warning for each that does not have the question."""

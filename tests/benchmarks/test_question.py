@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 from benchmarks.learning_factbook import Plan, factbook_jobs
-from benchmarks.question import main, make_plan, outcome, read_question, sign_test
+from benchmarks.question import (
+    main,
+    make_plan,
+    origin_notes,
+    outcome,
+    read_question,
+    seconds_table,
+    sign_test,
+)
 
 from benchmarks import question as question_module
 from outrider.errors import ConfigError
@@ -107,51 +115,61 @@ def test_a_missing_seed_leaves_no_verdict(folder: Path, capsys: pytest.CaptureFi
     assert "no seed of Q is finished" in capsys.readouterr().err
 
 
-def test_seconds_are_listed_by_run_and_in_all(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = folder / "out" / "jobs.jsonl"
+def test_runs_with_other_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = write_questions(folder)
+    records.write_text(records.read_text().replace("policy_tokens = 1000", "policy_tokens = 2000"))
+    assert main(["Q", "--out", str(folder / "out"), "--verdict", "--records", str(records)]) == 2
+    assert "started with other settings (train.max_policy_tokens)" in capsys.readouterr().err
+
+
+def test_seconds_are_listed_by_run_and_in_all(tmp_path: Path) -> None:
+    question = read_question(write_questions(tmp_path, num_seeds=1), "Q")
+    plan = make_plan(question, tmp_path)
+    by_key = {method.key: method for method in plan.methods()}
     events = [{"job": f"factbook/{run}", "kind": "k", "event": event, "time": 0.0, "seconds": 100.0}
               for run, event in (("sft-0", "done"), ("grpo-0", "stopped"), ("grpo-0", "done"))]  # fmt: skip
+    journal = tmp_path / "jobs.jsonl"
     journal.write_text("".join(json.dumps(event | {"cpu_seconds": 90.0}) + "\n" for event in events))
-    text = result(folder, capsys)[1]
+    text = seconds_table(question, plan, by_key)
     assert (
         "Processor seconds, 270 in all" in text
         and "| 0 | 90 | 180 |" in text
         and "| all | 90 | 180 |" in text
     )
     journal.write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert (
-        "Wall-clock seconds (some have no record of processor time), 300 in all" in result(folder, capsys)[1]
+    assert "Wall-clock seconds (some have no record of processor time), 300 in all" in seconds_table(
+        question, plan, by_key
     )
-    journal.unlink()
 
 
-def test_a_question_written_after_its_runs_is_a_warning(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    repository = folder / "repository"
-    repository.mkdir()
-
+def test_a_question_written_after_its_runs_is_a_warning(tmp_path: Path) -> None:
     def git(*words: str) -> str:
-        command = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e", *words]
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "before")
     before = git("rev-parse", "--short=8", "HEAD")
-    records = write_questions(repository)
+    records = write_questions(tmp_path, num_seeds=1)
     git("add", ".")
     git("commit", "-q", "-m", "the question")
     after = git("rev-parse", "--short=8", "HEAD")
-    for commit, warning in (
-        (before, "did not have this question"),
-        (after, ""),
-        (f"{after}-dirty", "-dirty had"),
-    ):
-        for run in (folder / "out").glob("*-[0-9]"):
-            (run / "notes.jsonl").write_text(f'{{"text": "outrider 0.3.0 (commit {commit}), torch"}}\n')
-        text = result(folder, capsys, records)[1]
-        assert f"commit of the runs: {commit}\n" in text
-        assert (warning in text) if warning else ("warning" not in text)
+    plan = make_plan(read_question(records, "Q"), tmp_path)
+    pair = [method for method in plan.methods() if method.key in ("grpo", "rapo")]
+    for method in pair:
+        plan.folder(method, 0).mkdir()
+
+    def notes(commit: str) -> str:
+        for method in pair:
+            file = plan.folder(method, 0) / "notes.jsonl"
+            file.write_text(f'{{"text": "outrider 0.3.0 (commit {commit}), torch"}}\n')
+        return "\n".join(origin_notes(plan, [0], pair, name="Q", records=records))
+
+    assert notes(after) == f"commit of the runs: {after}"
+    assert f"warning: at commit {before}" in notes(before)
+    assert "changes that were not committed" in notes(f"{after}-dirty")
+    records.write_text(records.read_text().replace("It is.", "It is not."))
+    assert "did not have this question as it is now" in notes(after)
 
 
 def test_runs_from_changed_code_are_refused(
