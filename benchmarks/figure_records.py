@@ -4,21 +4,23 @@ A record names the source of its figures (``source``) and the command. Its kind 
 
 - ``cells``: a recorded table ("" the table, ``notes`` the list below it);
 - ``values``: single figures by name, a text or a score with its number of tasks, whose interval is computed;
-- ``scores``: scores by seed and name, from the record or a pack, in the tables of its ``views``;
+- ``scores``: scores by seed and name, in the tables of its ``views``;
 - ``runs``: runs of a pack, one row each: settings, rewards at the beginning and at the end of training,
   held-out score;
 - ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start per seed;
 - ``calls``: tool calls until a reward;
 - ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack ("" a short table of method, score
-  and verdict, with all columns in a folded block; ``all`` all columns, unfolded).
+  and verdict, with all columns in a folded block; ``all`` all columns, unfolded);
+- ``league``: rows of the tables of such records, with their tasks and models ("" all rows, ``readme`` the
+  chosen ones).
 
-``cells`` and ``runs`` with ``shown`` have a short table of these columns, too.
+``cells`` with ``shown`` have a short table of these columns, too.
 
 Packs are in ``records/packs``, and are verified before they are read.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -26,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
-from benchmarks.markdown_table import markdown, with_columns
+from benchmarks.markdown_table import MethodTable, markdown, short_verdict, with_columns
 from outrider.errors import DataError
 from outrider.evaluation.packs import read_exact, verify
 from outrider.printing import score
@@ -34,6 +36,9 @@ from outrider.rollout.evaluate import interval
 from outrider.viewer.run_reader import read_records
 
 PACKS: Final = "packs"
+MIN_SEEDS: Final = 10
+"""Rows of the league with fewer seeds are sketches."""
+MAX_README_ROWS: Final = 6
 
 
 class _Part(BaseModel):
@@ -80,10 +85,10 @@ class View(_Part):
     """``names`` maps columns of the table to scores; ``corner`` is the head of the first column.
 
     ``seeds`` has a row per seed and their mean, ``intervals`` the same with intervals over tasks and policy
-    tokens, ``summary`` a row per name with mean, lowest and highest.
+    tokens.
     """
 
-    form: Literal["seeds", "intervals", "summary"]
+    form: Literal["seeds", "intervals"]
     corner: str
     names: dict[str, str]
 
@@ -97,17 +102,12 @@ class SeedScores(_Part):
 
 
 class Scores(_Record):
-    """``seeds`` are recorded, or come from ``pack``: ``evaluations`` maps a name to a run, with ``{seed}`` in
-    place of the seed, and the label of one of its evaluations.
-    """
+    """Recorded scores of ``num_tasks`` tasks."""
 
     kind: Literal["scores"]
     num_tasks: int = Field(ge=1)
     views: dict[str, View]
-    seeds: tuple[SeedScores, ...] = ()
-    pack: str | None = None
-    pack_seeds: tuple[int, ...] = ()
-    evaluations: dict[str, tuple[str, str]] = {}
+    seeds: tuple[SeedScores, ...]
 
 
 class Toys(_Record):
@@ -123,12 +123,14 @@ class Toys(_Record):
 class FactbookRuns(_Record):
     """The Factbook task of ``benchmarks.learning`` in a pack with runs ``METHOD-SEED``.
 
-    If several packs have a run, the first one counts.
+    If several packs have a run, the first one counts. ``names`` are those of methods that
+    ``benchmarks.learning`` does not have.
     """
 
     kind: Literal["factbook"]
     pack: str | tuple[str, ...]
     methods: tuple[str, ...]
+    names: dict[str, str] = {}
 
 
 class Calls(_Record):
@@ -151,7 +153,6 @@ class Runs(_Record):
     columns: tuple[str, ...]
     rows: dict[str, tuple[str, ...]]
     window: int = Field(3, ge=1)
-    shown: tuple[str, ...] = ()
 
 
 class Gains(_Record):
@@ -161,8 +162,26 @@ class Gains(_Record):
     pack: str
 
 
+class LeagueTask(_Part):
+    """``record`` has the methods of the task, ``page`` its evidence; ``readme`` are names of its methods."""
+
+    task: str
+    model: str
+    record: str
+    page: str
+    readme: tuple[str, ...] = ()
+
+
+class League(_Record):
+    """Methods, tasks and models in one table."""
+
+    kind: Literal["league"]
+    tasks: tuple[LeagueTask, ...]
+
+
 Record = Annotated[
-    Cells | Values | Scores | Runs | Gains | Toys | FactbookRuns | Calls, Field(discriminator="kind")
+    Cells | Values | Scores | Runs | Gains | Toys | FactbookRuns | Calls | League,
+    Field(discriminator="kind"),
 ]
 _RECORD: TypeAdapter[Any] = TypeAdapter(Record)
 
@@ -195,58 +214,21 @@ def _values(record: Values, packs: Path) -> dict[str, str]:
 
 
 def _scores(record: Scores, packs: Path) -> dict[str, str]:
-    seeds = record.seeds if record.pack is None else _packed_seeds(record, packs / record.pack)
-    return {name: _FORMS[view.form](record, seeds, view) for name, view in record.views.items()}
+    return {name: _seeds_table(record, view) for name, view in record.views.items()}
 
 
-def _packed_seeds(record: Scores, pack: Path) -> list[SeedScores]:
-    tables = verify(pack).tables
-    rows = {(row["run"], row["label"]): row for row in tables["evaluations"]}
-    tokens = {row["run"]: int(row.get("policy tokens", 0)) for row in tables["costs"]}
-    seeds = []
-    for seed in record.pack_seeds:
-        found = {
-            name: rows[run.format(seed=seed), label] for name, (run, label) in record.evaluations.items()
-        }
-        if other := [row["run"] for row in found.values() if row["num_tasks"] != record.num_tasks]:
-            raise DataError(f"{pack}: {other[0]} was not scored on {record.num_tasks} tasks")
-        trained = {name: tokens[row["run"]] for name, row in found.items() if row["step"] > 0}
-        percent = {name: 100 * row["score"] for name, row in found.items()}
-        seeds.append(SeedScores(label=str(seed), percent=percent, policy_tokens=trained))
-    return seeds
-
-
-def _by_seed(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
-    rows = [(one.label, *(f"{one.percent[name]:.1f}" for name in view.names)) for one in seeds]
-    return markdown(
-        (view.corner, *view.names.values()),
-        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
-    )
-
-
-def _with_intervals(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
+def _seeds_table(record: Scores, view: View) -> str:
     def cell(one: SeedScores, name: str) -> str:
+        if view.form == "seeds":
+            return f"{one.percent[name]:.1f}"
         told = Score(percent=one.percent[name], num_tasks=record.num_tasks).text.replace(" %", "")
         return f"{told} ({one.policy_tokens[name]:,})" if name in one.policy_tokens else told
 
-    rows = [(one.label, *(cell(one, name) for name in view.names)) for one in seeds]
+    rows = [(one.label, *(cell(one, name) for name in view.names)) for one in record.seeds]
+    means = [math.fsum(one.percent[name] for one in record.seeds) / len(record.seeds) for name in view.names]
     return markdown(
-        (view.corner, *view.names.values()),
-        [*rows, ("mean", *(f"{_mean(seeds, name):.1f}" for name in view.names))],
+        (view.corner, *view.names.values()), [*rows, ("mean", *(f"{mean:.1f}" for mean in means))]
     )
-
-
-def _summary(record: Scores, seeds: Sequence[SeedScores], view: View) -> str:
-    def cell(name: str) -> str:
-        values = [one.percent[name] for one in seeds]
-        span = f" ({min(values):.1f}, {max(values):.1f})" if min(values) < max(values) else ""
-        return f"{_mean(seeds, name):.1f} %{span}"
-
-    return markdown((view.corner, "score"), [(shown, cell(name)) for name, shown in view.names.items()])
-
-
-def _mean(seeds: Sequence[SeedScores], name: str) -> float:
-    return math.fsum(one.percent[name] for one in seeds) / len(seeds)
 
 
 def _runs(record: Runs, packs: Path) -> dict[str, str]:
@@ -270,7 +252,7 @@ def _runs(record: Runs, packs: Path) -> dict[str, str]:
             " %", ""
         )
         table.append((*cells, str(len(rewards)), *(f"{mean:.2f}" for mean in around), told))
-    return {"": with_columns(columns, table, record.shown)}
+    return {"": markdown(columns, table)}
 
 
 def _gains(record: Gains, packs: Path) -> dict[str, str]:
@@ -280,6 +262,11 @@ def _gains(record: Gains, packs: Path) -> dict[str, str]:
 
 
 def _toys(record: Toys, packs: Path) -> dict[str, str]:
+    table = _toy_table(record, packs)
+    return {"": table.short(), "all": table.text}
+
+
+def _toy_table(record: Toys, packs: Path) -> MethodTable:
     from tests.toy_result import Result
 
     from benchmarks.learning_methods import TOY_SUITES
@@ -293,29 +280,70 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
         if row.toy == record.toy and row.method in results:
             results[row.method][row.seed] = Result(**row.result)
     chosen = [methods[key] for key in record.methods]
-    table = toy_table(chosen, results, toy=record.toy, num_seeds=record.num_seeds)
-    return {"": table.short(), "all": table.text}
+    return toy_table(chosen, results, toy=record.toy, num_seeds=record.num_seeds)
 
 
 def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
-    from benchmarks.learning_methods import factbook_methods
+    table, notes = _factbook_table(record, packs)
+    return {"": table.short(notes), "all": table.text}
+
+
+def _factbook_table(record: FactbookRuns, packs: Path) -> tuple[MethodTable, str]:
+    """The table and its notes."""
+    from benchmarks.learning_methods import Method, factbook_methods
     from benchmarks.learning_tables import factbook_notes, factbook_table
     from outrider.evaluation.compare import compare
 
     # their names are wanted, not their settings
-    methods = {method.key: method for method in factbook_methods(2, 1)}
+    names = {method.key: method.name for method in factbook_methods(2, 1)} | record.names
     runs: dict[str, Path] = {}
     for pack in (record.pack,) if isinstance(record.pack, str) else record.pack:
         manifest = verify(packs / pack).manifest
         own = [name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
         runs = {name: packs / pack / "runs" / name for name in own} | runs
-    chosen, comparison = (
-        [methods[key] for key in record.methods],
-        compare([runs[name] for name in sorted(runs)]),
-    )
+    chosen = [Method(key=key, name=names[key], algorithm={}) for key in record.methods]
+    comparison = compare([runs[name] for name in sorted(runs)])
     notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
-    table = factbook_table(chosen, comparison)
-    return {"": table.short(notes), "all": table.text}
+    return factbook_table(chosen, comparison), notes
+
+
+def _league(record: League, packs: Path) -> dict[str, str]:
+    header = (
+        "task", "model", "method", "score [95 %]", "seeds", "policy tokens", "tool calls", "against GRPO",
+    )  # fmt: skip
+    every, readme = [], []
+    for entry in record.tasks:
+        source = _RECORD.validate_json((packs.parent / f"{entry.record}.json").read_bytes())
+        if not isinstance(source, Toys | FactbookRuns):
+            raise DataError(f"{entry.record}.json has no methods of a pack")
+        is_toy = isinstance(source, Toys)
+        table = _toy_table(source, packs) if isinstance(source, Toys) else _factbook_table(source, packs)[0]
+        if missing := {*entry.readme} - {cells[0] for cells in table.rows}:
+            raise DataError(f"{entry.record}.json has no method {min(missing)}")
+        score_column = "interquartile mean" if is_toy else "interquartile mean %"
+        for cells in table.rows:
+            row = dict(zip(table.header, cells, strict=True))
+            if not row[score_column]:  # not defined on this task
+                continue
+            is_sketch = int(row["seeds"]) < MIN_SEEDS
+            shown = (
+                row["method"], row[score_column] if is_toy else _percent(row[score_column]), row["seeds"],
+                row["policy tokens"], row.get("executed tool calls", ""),
+                "sketch" if is_sketch else short_verdict(cells, is_scored=True),
+            )  # fmt: skip
+            every.append((f"[{entry.task}]({entry.page})", entry.model, *shown))
+            if row["method"] in entry.readme:
+                if is_sketch:
+                    raise DataError(f"{entry.record}: a row of README needs at least {MIN_SEEDS} seeds")
+                readme.append((f"[{entry.task}](docs/{entry.page})", entry.model, *shown))
+    if len(readme) > MAX_README_ROWS:
+        raise DataError(f"README has at most {MAX_README_ROWS} rows of the league, not {len(readme)}")
+    return {"": markdown(header, every), "readme": markdown(header, readme)}
+
+
+def _percent(cell: str) -> str:
+    number, _, rest = cell.partition(" ")
+    return f"{number} % {rest}"
 
 
 def _calls(record: Calls, packs: Path) -> dict[str, str]:
@@ -329,10 +357,7 @@ def _calls(record: Calls, packs: Path) -> dict[str, str]:
     }
 
 
-_FORMS: Final[Mapping[str, Callable[[Scores, Sequence[SeedScores], View], str]]] = {
-    "seeds": _by_seed, "intervals": _with_intervals, "summary": _summary
-}  # fmt: skip
 _RENDER: Final[Mapping[str, Callable[[Any, Path], dict[str, str]]]] = {
     "cells": _cells, "values": _values, "scores": _scores, "runs": _runs, "gains": _gains, "toys": _toys,
-    "factbook": _factbook, "calls": _calls,
+    "factbook": _factbook, "calls": _calls, "league": _league,
 }  # fmt: skip

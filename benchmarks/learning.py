@@ -103,7 +103,7 @@ def toys(parsed: argparse.Namespace) -> int:
     set_threads(1)
     arenas = [arena for arena in ARENAS if not parsed.toys or arena.name in parsed.toys]
     every = [method for arena in arenas for method in arena.methods()]
-    wanted = {method.key for method in _chosen(every, parsed.methods)}
+    wanted = {method.key for method in choose_methods(every, parsed.methods)}
     plans = [
         (arena, chosen, parsed.policy_tokens or arena.max_policy_tokens)
         for arena in arenas if (chosen := [method for method in arena.methods() if method.key in wanted])
@@ -114,7 +114,7 @@ def toys(parsed: argparse.Namespace) -> int:
             job for arena, chosen, tokens in plans
             for job in toy_jobs(parsed.out, arena, chosen, seeds=_seeds(parsed), max_policy_tokens=tokens)
         ]  # fmt: skip
-        failed = _run_jobs(parsed, jobs)
+        failed = run_jobs(parsed, jobs)
         if parsed.status:
             return 0
         parsed.only_report = True
@@ -141,9 +141,9 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
         out=parsed.out.resolve(),
         seeds=_seeds(parsed),
         policy_tokens=parsed.policy_tokens,
-        overrides=_with_one_thread(overrides) if parsed.processes else tuple(overrides),
+        overrides=with_one_thread(overrides) if parsed.processes else tuple(overrides),
     )
-    chosen = _chosen(plan.methods(), parsed.methods)
+    chosen = choose_methods(plan.methods(), parsed.methods)
 
     def report() -> None:
         comparison = compare_all(plan, chosen)
@@ -154,7 +154,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(text, flush=True)
 
     if parsed.status or parsed.processes:
-        failed = _run_jobs(parsed, factbook_jobs(plan, chosen))
+        failed = run_jobs(parsed, factbook_jobs(plan, chosen))
         if not parsed.status:
             report()
         return int(failed)
@@ -165,7 +165,7 @@ def factbook(parsed: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _run_jobs(parsed: argparse.Namespace, jobs: Sequence[Job]) -> bool:
+def run_jobs(parsed: argparse.Namespace, jobs: Sequence[Job]) -> bool:
     """Run the jobs or print their status. Returns whether one failed."""
     out, num_processes = parsed.out.resolve(), parsed.processes or 1
     failed: dict[str, str] = {}
@@ -178,7 +178,8 @@ def _run_jobs(parsed: argparse.Namespace, jobs: Sequence[Job]) -> bool:
     return bool(failed)
 
 
-def _with_one_thread(overrides: Sequence[str]) -> tuple[str, ...]:
+def with_one_thread(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return the overrides, with one thread unless they name a number."""
     given = any(one.startswith("num_threads=") for one in overrides)
     return tuple(overrides) if given else (*overrides, "num_threads=1")
 
@@ -187,7 +188,7 @@ def _seeds(parsed: argparse.Namespace) -> range:
     return range(parsed.first_seed, parsed.first_seed + parsed.seeds)
 
 
-def _chosen(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:
+def choose_methods(every: Sequence[Method], wanted: Sequence[str] | None) -> list[Method]:
     """Return the chosen methods in the order of the table. Raises ConfigError for an unknown method."""
     known = list(dict.fromkeys(method.key for method in every))
     if unknown := [key for key in wanted or () if key not in known]:

@@ -31,9 +31,10 @@ _MANY: Final = 100_000  # steps: the token budget ends a run before
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``recipe`` has a cold start and the settings that all methods share. ``policy_tokens`` is the budget of
-    every run; None: the tokens that the reference method uses in the steps of the recipe, by seed. ``out`` is
-    absolute.
+    """``recipe`` has the settings that all methods share. ``policy_tokens`` is the budget of every run; None:
+    the tokens that the reference method uses in the steps of the recipe, by seed. ``out`` is absolute.
+
+    If the recipe has a cold start, the methods share its result by seed; otherwise they start from the model.
     """
 
     recipe: Path
@@ -43,18 +44,18 @@ class Plan:
     overrides: Sequence[str]
 
     def settings(self) -> RunSettings:
-        """The settings of the recipe. Raises ConfigError if its runs cannot share a cold start."""
-        settings = load_settings(RunSettings, file=self.recipe, overrides=[*_shared_only(self.overrides)])
-        if not settings.cold_start.num_examples:
-            raise ConfigError(
-                f"{self.recipe} has no cold start: there is no common start, and no score of imitation alone"
-            )
-        return settings
+        """The settings of the recipe."""
+        return load_settings(RunSettings, file=self.recipe, overrides=[*_shared_only(self.overrides)])
+
+    @property
+    def has_cold_start(self) -> bool:
+        """Whether every seed has a run of imitation alone, from which the others start."""
+        return self.settings().cold_start.num_examples > 0
 
     def methods(self) -> tuple[Method, ...]:
         """Every method, for the recipe's group size and response length."""
         settings = self.settings()
-        given: dict[str, Any] = tomllib.loads(self.recipe.read_text(encoding="utf-8"))["algorithm"]
+        given: dict[str, Any] = tomllib.loads(self.recipe.read_text(encoding="utf-8")).get("algorithm", {})
         shared = _objective(settings)
         own = {key: value for key, value in given.items() if key not in shared}
         return factbook_methods(settings.algorithm.group_size, settings.rollout.max_response_tokens, own=own)
@@ -74,7 +75,8 @@ def train_all(
     by_key = {method.key: method for method in plan.methods()}
     rest = [method for method in chosen if method.key not in (IMITATION, REFERENCE)]
     for seed in plan.seeds:
-        complete(plan, by_key[IMITATION], seed, budget=None, launch=launch)
+        if plan.has_cold_start:
+            complete(plan, by_key[IMITATION], seed, budget=None, launch=launch)
         budget = plan.policy_tokens
         if REFERENCE in [method.key for method in chosen]:
             complete(plan, by_key[REFERENCE], seed, budget=budget, launch=launch)
@@ -86,6 +88,8 @@ def train_all(
 
 def require_possible(plan: Plan, chosen: Sequence[Method]) -> None:
     """Raise ConfigError if the budget is unknown or the settings of a method are invalid."""
+    if IMITATION in [method.key for method in chosen] and not plan.has_cold_start:
+        raise ConfigError(f"{plan.recipe} has no cold start: there is no score of imitation alone")
     if plan.policy_tokens is None and REFERENCE not in [method.key for method in chosen]:
         raise ConfigError(f"the budget is what {REFERENCE} spends: choose it too, or give --policy-tokens")
     for method in chosen:
@@ -131,21 +135,22 @@ def owed_arguments(plan: Plan, method: Method, seed: int, *, budget: int | None)
 
 
 def factbook_jobs(plan: Plan, chosen: Sequence[Method]) -> list[Job]:
-    """Return the same runs as jobs: for each seed the cold start, then the reference unless a budget is
-    given.
+    """Return the same runs as jobs: for each seed the cold start, if the recipe has one, then the reference
+    unless a budget is given.
 
     Raises ConfigError if one has invalid settings.
     """
     require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
     asked = [method.key for method in chosen]
-    keys = dict.fromkeys([IMITATION, *(key for key in asked if key == REFERENCE), *asked])
+    first = [IMITATION] if plan.has_cold_start else []
+    keys = dict.fromkeys([*first, *(key for key in asked if key == REFERENCE), *asked])
     return [_job(plan, by_key[key], seed) for seed in plan.seeds for key in keys]
 
 
 def _job(plan: Plan, method: Method, seed: int) -> Job:
     run = plan.folder(method, seed)
-    needs = () if method.key == IMITATION else (IMITATION,)
+    needs = (IMITATION,) if method.key != IMITATION and plan.has_cold_start else ()
     if plan.policy_tokens is None and method.key not in (IMITATION, REFERENCE):
         needs = (*needs, REFERENCE)
 
@@ -217,8 +222,10 @@ def _overrides(plan: Plan, method: Method, *, seed: int, budget: int | None) -> 
     common = [f"seed={seed}", *plan.overrides]
     if method.key == IMITATION:
         return [*common, "train.num_steps=0"]
-    start = plan.out / f"{IMITATION}-{seed}" / "checkpoints" / "step-000000"
     end = [] if budget is None else [f"train.max_policy_tokens={budget}", f"train.num_steps={_MANY}"]
+    if not plan.has_cold_start:
+        return [*common, *end]
+    start = plan.out / f"{IMITATION}-{seed}" / "checkpoints" / "step-000000"
     # What a method starts from has been evaluated: it is imitation alone.
     return [
         *common,

@@ -9,6 +9,7 @@ estimated.
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -120,11 +121,12 @@ class Runner:
 
     def _collect(self) -> None:
         for one in list(self._running):
+            before = _reaped_cpu_seconds()
             status = one.process.poll()
             if status is None:
                 continue
             self._running.remove(one)
-            job = one.job
+            job, cpu_seconds = one.job, _reaped_cpu_seconds() - before
             try:
                 is_done = job.is_done()
             except OutriderError as error:
@@ -136,10 +138,7 @@ class Runner:
             )
             how = "done" if is_done else "stopped" if was_stopped else "failed"
             seconds = time.time() - one.began
-            _record(
-                self.folder,
-                {"job": job.name, "kind": job.kind, "event": how, "time": time.time(), "seconds": seconds},
-            )
+            self._record_end(job, how, seconds, cpu_seconds)
             if is_done:
                 self._done.add(job.name)
                 self.note(f"{job.name}: done, {seconds:.0f} s")
@@ -167,22 +166,26 @@ class Runner:
             one.process.terminate()
         deadline = time.monotonic() + _GRACE_S
         for one in self._running:
+            before = _reaped_cpu_seconds()
             try:
                 one.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 one.process.kill()
                 one.process.wait()
-            seconds = time.time() - one.began
-            _record(
-                self.folder,
-                {
-                    "job": one.job.name,
-                    "kind": one.job.kind,
-                    "event": "stopped",
-                    "time": time.time(),
-                    "seconds": seconds,
-                },
-            )
+            cpu_seconds = _reaped_cpu_seconds() - before
+            self._record_end(one.job, "stopped", time.time() - one.began, cpu_seconds)
+
+    def _record_end(self, job: Job, event: str, seconds: float, cpu_seconds: float) -> None:
+        how = {"job": job.name, "kind": job.kind, "event": event, "time": time.time()}
+        _record(self.folder, how | {"seconds": seconds, "cpu_seconds": cpu_seconds})
+
+
+def _reaped_cpu_seconds() -> float:
+    """Processor time of all child processes that have been waited for; it grows by that of one process when
+    it is reaped.
+    """
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def log_file(folder: Path, name: str) -> Path:

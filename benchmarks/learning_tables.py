@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.learning_methods import BASELINE, Method
 from benchmarks.markdown_table import MethodTable
+from outrider.errors import DataError
 from outrider.evaluation.compare import Comparison, Pair
 from outrider.evaluation.compare_report import notes
 from outrider.evaluation.statistics import (
@@ -149,7 +150,7 @@ def factbook_table(chosen: Sequence[Method], comparison: Comparison) -> MethodTa
         "method", "seeds", "mean %", "interquartile mean %", "seed: score", "policy tokens",
         "executed tool calls", "steps", "chance to end above GRPO", "against GRPO",
     )  # fmt: skip
-    keys = {label: key for key, label in _labels(comparison).items()}
+    keys = {label: key for key, label in method_labels(comparison).items()}
     names = _names(chosen, comparison)
     groups = {keys[group.label]: group for group in comparison.groups}
     pairs = {
@@ -185,17 +186,21 @@ def factbook_notes(chosen: Sequence[Method], comparison: Comparison) -> list[str
     return [label.sub(lambda found: names[found.group()], note) for note in notes(comparison)]
 
 
-def _labels(comparison: Comparison) -> dict[str, str]:
-    """Method's key -> label of its group."""
-    return {
-        run.name.rpartition("/")[2].rpartition("-")[0]: group.label
-        for group in comparison.groups
-        for run in group.runs
-    }
+def method_labels(comparison: Comparison) -> dict[str, str]:
+    """Method's key -> label of its group. Raises DataError if runs of one method have different settings,
+    because only one of the groups would be in the table.
+    """
+    labels: dict[str, str] = {}
+    for group in comparison.groups:
+        for key in {run.name.rpartition("/")[2].rpartition("-")[0] for run in group.runs}:
+            if key in labels:
+                raise DataError(f"runs of {key} have different settings: {labels[key]} and {group.label}")
+            labels[key] = group.label
+    return labels
 
 
 def _names(chosen: Sequence[Method], comparison: Comparison) -> dict[str, str]:
-    labels = _labels(comparison)
+    labels = method_labels(comparison)
     return {labels[method.key]: method.name for method in chosen if method.key in labels}
 
 

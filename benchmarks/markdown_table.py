@@ -53,7 +53,7 @@ class MethodTable(NamedTuple):
         score = next(number for number, name in enumerate(self.header) if name in _SCORE)
         seeds = {row[1] for row in self.rows if row[score]}
         header = ["method", f"{self.header[score]} [95 % interval]", _VERDICT]
-        rows = [[row[0], row[score], _verdict(row, is_scored=bool(row[score]))] for row in self.rows]
+        rows = [[row[0], row[score], short_verdict(row, is_scored=bool(row[score]))] for row in self.rows]
         if len(seeds) == 1:
             header[1] += f", {seeds.pop()} seeds"
         else:
@@ -63,7 +63,7 @@ class MethodTable(NamedTuple):
         return folded(markdown(header, rows), self.text, notes)
 
 
-def _verdict(row: Sequence[str], *, is_scored: bool) -> str:
+def short_verdict(row: Sequence[str], *, is_scored: bool) -> str:
     """A verdict of at most two words, without its reasons."""
     if not is_scored:
         return row[1].partition(":")[0]

@@ -65,7 +65,8 @@ def test_every_record_is_used_in_a_document() -> None:
         r"<!-- figures?: (\S+) -->",
         "".join(path.read_text() for path in documents(ROOT)),
     )
-    assert {name.partition("/")[0] for name in marks} == {
+    league = json.loads((ROOT / "records" / "league.json").read_text())["tasks"]
+    assert {name.partition("/")[0] for name in marks} | {task["record"] for task in league} == {
         file.stem for file in (ROOT / "records").glob("*.json")
     }
 
@@ -132,7 +133,7 @@ def test_wilson_intervals() -> None:
 
 @pytest.fixture
 def packed(root: Path) -> Path:
-    """Records of packs: seeds of two algorithms, and a toy."""
+    """Recorded scores, and records of a pack: seeds of two algorithms, and a toy."""
     data = write_questions(root / "data")
     runs = []
     for seed, solved in enumerate((3, 4)):
@@ -151,18 +152,15 @@ def packed(root: Path) -> Path:
     ]
     (root / "records" / "packs").mkdir()
     make_pack([*runs, *toys], root / "records" / "packs" / "first")
-    names = {"before": "before", "RAPO": "after RAPO", "GRPO": "after GRPO"}
-    views = {
-        form: {"form": form, "corner": "seed", "names": names} for form in ("seeds", "intervals", "summary")
+    names = {"before": "before", "RAPO": "after RAPO"}
+    views: dict[str, Json] = {
+        form: {"form": form, "corner": "seed", "names": dict(names)} for form in ("seeds", "intervals")
     }
-    evaluations = {
-        "before": ["rapo-{seed}", "before training"],
-        "RAPO": ["rapo-{seed}", "after RAPO"],
-        "GRPO": ["grpo-{seed}", "after GRPO"],
-    }
-    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "pack": "first", "pack_seeds": [0, 1],
-                                 "views": views,  # type: ignore[dict-item]
-                                 "evaluations": evaluations})  # type: ignore[dict-item]  # fmt: skip
+    seeds: list[Json] = [
+        {"label": str(seed), "percent": {"before": 0.0, "RAPO": percent}, "policy_tokens": {"RAPO": 2000}}
+        for seed, percent in enumerate((50.0, 66.7))
+    ]
+    write_record(root, "seeds", {"kind": "scores", "num_tasks": 6, "views": views, "seeds": seeds})
     write_record(
         root,
         "toy",
@@ -175,23 +173,74 @@ def packed(root: Path) -> Path:
 def test_tables_follow_from_a_pack(packed: Path) -> None:
     figures = render_all(packed / "records")
     assert figures["seeds/seeds"].splitlines()[2:] == [
-        "| 0 | 0.0 | 50.0 | 16.7 |",
-        "| 1 | 0.0 | 66.7 | 16.7 |",
-        "| mean | 0.0 | 58.3 | 16.7 |",
+        "| 0 | 0.0 | 50.0 |",
+        "| 1 | 0.0 | 66.7 |",
+        "| mean | 0.0 | 58.4 |",
     ]
-    assert (
-        "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (200) | 16.7 [3.0, 56.4] (200) |"
-        in figures["seeds/intervals"]
-    )
-    assert (
-        "| after RAPO | 58.3 % (50.0, 66.7) |" in figures["seeds/summary"]
-        and "| before | 0.0 % |" in figures["seeds/summary"]
-    )
+    assert "| 0 | 0.0 [0.0, 39.0] | 50.0 [18.8, 81.2] (2,000) |" in figures["seeds/intervals"]
     assert "| RAPO | 10 | 0.950 |" in figures["toy/all"] and "**RAPO** scores higher" in figures["toy/all"]
     assert "| RAPO | 0.950 [0.950, 0.950] | wins |" in figures["toy"]
     short, _, full = figures["runs"].partition("<details markdown>")
     assert "| RAPO | 2 | 58.3 |" in figures["runs/all"] and "| no winner |\n" in short
     assert figures["runs/all"] in full and "\n\n- " in full
+
+
+def write_league(root: Path, **readme: list[str]) -> None:
+    tasks: list[Json] = [
+        {"task": name, "model": "m", "record": name, "page": f"{name}.md", "readme": readme.get(name, [])}
+        for name in ("runs", "toy")
+    ]
+    write_record(root, "league", {"kind": "league", "tasks": tasks})
+
+
+def test_the_league_has_the_rows_of_its_records_and_no_verdict_for_sketches(packed: Path) -> None:
+    write_league(packed, toy=["RAPO"])
+    figures = render_all(packed / "records")
+    lines = figures["league"].splitlines()
+    assert lines[0].count("|") == lines[2].count("|") and len(lines) == 6
+    assert re.fullmatch(
+        r"\| \[runs\]\(runs.md\) \| m \| RAPO \| 58.3 % \[\S+, \S+\] \| 2 \| 201 \| 40 \| sketch \|", lines[3]
+    )
+    assert lines[5] == "| [toy](toy.md) | m | RAPO | 0.950 [0.950, 0.950] | 10 | 60 |  | wins |"
+    assert lines[4].endswith("| 60 |  | baseline |")
+    assert figures["league/readme"].splitlines()[2:] == [lines[5].replace("(toy", "(docs/toy")]
+
+
+@pytest.mark.parametrize(
+    ("readme", "message"),
+    [({"runs": ["RAPO"]}, "needs at least 10 seeds"), ({"toy": ["PPO"]}, "toy.json has no method PPO")],
+)
+def test_sketches_and_unknown_methods_are_refused_in_readme(
+    packed: Path, readme: dict[str, list[str]], message: str
+) -> None:
+    write_league(packed, **readme)
+    with pytest.raises(DataError, match=message):
+        render_all(packed / "records")
+
+
+def test_a_method_that_the_benchmarks_do_not_have_is_named_by_its_record(packed: Path) -> None:
+    write_league(packed)
+    data = packed / "data"
+    run = write_run(packed / "mine-0", data, scores=[1.0] * 6, algorithm="gigpo")
+    make_pack([run], packed / "records" / "packs" / "strange")
+    record: dict[str, Json] = {
+        "kind": "factbook", "pack": ["first", "strange"], "methods": ["grpo", "mine"],
+        "names": {"mine": "Mine"},
+    }  # fmt: skip
+    write_record(packed, "runs", record)
+    assert "| Mine | 100.0 % (one seed) | 1 | 200 |" in render_all(packed / "records")["league"]
+
+
+def test_runs_of_one_method_with_different_settings_are_refused(packed: Path) -> None:
+    run = write_run(packed / "grpo-2", packed / "data", scores=[1.0] * 6, seed=2)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("num_steps = 2", "num_steps = 2\ntasks_per_step = 3"))
+    make_pack([run], packed / "records" / "packs" / "second")
+    write_record(
+        packed, "runs", {"kind": "factbook", "pack": ["first", "second"], "methods": ["grpo", "rapo"]}
+    )
+    with pytest.raises(DataError, match="runs of grpo have different settings"):
+        render_all(packed / "records")
 
 
 def test_a_wide_table_can_be_short_with_all_columns_folded(root: Path) -> None:
@@ -228,10 +277,11 @@ def test_a_changed_byte_of_a_pack_is_an_error(packed: Path) -> None:
         render_all(packed / "records")
 
 
-def test_a_pack_without_the_run_is_named(packed: Path) -> None:
-    file = packed / "records" / "seeds.json"
-    file.write_text(file.read_text().replace('"pack_seeds": [0, 1]', '"pack_seeds": [0, 1, 2]'))
-    with pytest.raises(DataError, match=r"seeds.json: there is no .*rapo-2"):
+def test_a_pack_without_the_method_is_named(packed: Path) -> None:
+    write_record(
+        packed, "toy", {"kind": "toys", "pack": "first", "toy": "lock", "methods": ["ppo"], "num_seeds": 1}
+    )
+    with pytest.raises(DataError, match=r"toy.json: there is no 'ppo'"):
         render_all(packed / "records")
 
 

@@ -95,6 +95,15 @@ def test_a_failed_run_is_reported_and_stops_only_dependent_runs(tmp_path: Path) 
     assert last_line(log_file(tmp_path, "bad")) == "because"
 
 
+def test_the_journal_has_the_processor_seconds_of_each_job(tmp_path: Path) -> None:
+    loop = "n=0; while [ $n -lt 100000 ]; do n=$((n+1)); done"
+    assert run(tmp_path, job(tmp_path, "busy", f"{loop}; touch busy.done"), job(tmp_path, "idle")) == {}
+    spent = {
+        event["job"]: event["cpu_seconds"] for event in read_journal(tmp_path) if event["event"] == "done"
+    }
+    assert spent["busy"] > 2 * spent["idle"] > 0
+
+
 def test_a_killed_worker_is_continued(tmp_path: Path) -> None:
     script = "test -e half && touch a.done || { touch half; kill -9 $$; }"
     assert run(tmp_path, job(tmp_path, "a", script)) == {}

@@ -5,6 +5,7 @@ machine goes along.
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from outrider.cli import main
 from outrider.errors import ConfigError, DataError, PackError
+from outrider.evaluation.compare import compare
 from outrider.evaluation.pack_replay import Replayed, cheapest_first
 from outrider.evaluation.packs import (
     CHECKSUM,
@@ -124,6 +126,54 @@ def test_a_single_changed_byte_is_an_error(made: Path, data: st.DataObject) -> N
             read_manifest(pack)
     finally:
         file.write_bytes(before)
+
+
+def test_a_renamed_moved_cut_extended_or_linked_file_is_an_error(pack: Path, tmp_path: Path) -> None:
+    def link(file: Path) -> Path:
+        outside = shutil.move(file, tmp_path / f"outside-{file.name}")
+        file.symlink_to(outside)
+        return file
+
+    def write(file: Path, content: bytes) -> Path:
+        file.write_bytes(content)
+        return file
+
+    changes: list[Callable[[Path], Path]] = [
+        lambda file: file.rename(file.with_name(f"{file.name}x")),
+        lambda file: file.rename(file.with_name(file.name.upper())),
+        lambda file: file.rename(pack / "runs" / file.name),
+        lambda file: write(file, file.read_bytes()[:-1]),
+        lambda file: write(file, file.read_bytes() + b"\n"),
+        link,
+    ]
+    for file in sorted(path for path in pack.rglob("*") if path.is_file()):
+        before = file.read_bytes()
+        for change in changes:
+            changed = change(file)
+            with pytest.raises(PackError):
+                read_manifest(pack)
+            changed.unlink()
+            file.write_bytes(before)
+    read_manifest(pack)
+    link(pack / "runs")
+    with pytest.raises(PackError, match="runs is a link"):
+        read_manifest(pack)
+
+
+def test_a_pack_of_another_version_and_machine_is_verified(pack: Path) -> None:
+    """Its recipes may have settings that do not exist here, and its runs are compared all the same."""
+    for name in ("rapo-0", "rapo-1", "grpo-0", "grpo-1"):
+        recipe = pack / "runs" / name / "config.toml"
+        recipe.write_text(recipe.read_text() + '[later]\nsetting = "new"\n')
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest |= {"outrider": "99.0", "packed_on": {"processor": "another", "instruction sets": "sve2"}}
+        for run in manifest["runs"].values():
+            run["versions"] = {"outrider": "99.0", "torch": "9.0", "processor": "another"}
+
+    assert verify(resealed(pack, change)).manifest.outrider == "99.0"
+    groups = compare(sorted((pack / "runs").iterdir())).groups
+    assert [len(group.runs) for group in groups if group.label == "rapo"] == [2]
 
 
 def test_missing_and_added_files_are_named(pack: Path, capsys: pytest.CaptureFixture[str]) -> None:

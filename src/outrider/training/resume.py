@@ -234,7 +234,7 @@ def note_start(display: Progress, *, run: Path, source: str, num_threads: int, d
     processor, num_cores = read_processor().model, os.cpu_count() or 1
     if device.startswith("cuda") and torch.cuda.is_available():
         processor += f", {torch.cuda.get_device_name(device)}"
-    commit = _commit(Path(outrider.__file__).parents[2])
+    commit = read_commit(Path(outrider.__file__).parents[2])
     display.note(
         f"outrider {outrider.__version__}{f' (commit {commit})' if commit else ''}, "
         f"torch {torch.__version__}, host {platform.node()}, "
@@ -254,7 +254,7 @@ def note_start(display: Progress, *, run: Path, source: str, num_threads: int, d
     )
 
 
-def _commit(root: Path) -> str:
+def read_commit(root: Path) -> str:
     """The commit of a checkout, with ``-dirty`` if files have changed; empty for an installed package."""
     if not (root / ".git").exists():
         return ""

@@ -1,0 +1,212 @@
+"""benchmarks.question: runs of a written question, and a verdict by the rules that were written with it."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from benchmarks.learning_factbook import Plan, factbook_jobs
+from benchmarks.question import (
+    main,
+    make_plan,
+    origin_notes,
+    outcome,
+    read_question,
+    seconds_table,
+    sign_test,
+)
+
+from benchmarks import question as question_module
+from outrider.errors import ConfigError
+from outrider.evaluation.statistics import Estimate
+from tests.benchmarks.test_learning_factbook import RECIPE, Runs
+
+ROOT = Path(__file__).parents[2]
+ENTRY = """\
+[Q]
+question = "Is RAPO better?"
+expected = "It is."
+written = 2026-11-26
+code = "abc"
+recipe = "{recipe}"
+policy_tokens = 1000
+num_seeds = {num_seeds}
+methods = ["grpo", "{method}", "dr-grpo"]
+method = "{method}"
+baseline = "grpo"
+levels = [0.2]
+"""
+
+
+def write_questions(folder: Path, *, num_seeds: int = 10, method: str = "rapo") -> Path:
+    file = folder / "questions.toml"
+    file.write_text(ENTRY.format(recipe=RECIPE, num_seeds=num_seeds, method=method))
+    return file
+
+
+def play(records: Path, out: Path, runs: Runs) -> None:
+    """Write what the jobs of the question would have written."""
+    plan = make_plan(read_question(records, "Q"), out)
+    for job in factbook_jobs(plan, [method for method in plan.methods() if method.key in ("grpo", "rapo")]):
+        runs.launch([word for word in job.command()[4:] if word not in ("--progress", "plain")])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A question of ten seeds whose runs of two methods are finished."""
+    folder = tmp_path_factory.mktemp("question")
+    play(write_questions(folder), folder / "out", Runs())
+    return folder
+
+
+def result(folder: Path, capsys: pytest.CaptureFixture[str], records: Path | None = None) -> tuple[int, str]:
+    records = records or write_questions(folder)
+    status = main(["Q", "--out", str(folder / "out"), "--verdict", "--records", str(records)])
+    text = capsys.readouterr().out
+    assert (folder / "out" / "Q.md").read_text() == text
+    return status, text
+
+
+def test_the_runs_of_e1_are_those_of_the_learning_command(tmp_path: Path) -> None:
+    question = read_question(ROOT / "records" / "questions.toml", "E1")
+    plan = make_plan(question, tmp_path)
+    assert plan == Plan(recipe=Path("recipes/demo.toml"), out=tmp_path, seeds=range(5, 20),
+                        policy_tokens=12_000, overrides=("num_threads=1",))  # fmt: skip
+    assert (question.methods, question.method, question.baseline) == (
+        ("grpo", "arpo-threshold"), "arpo-threshold", "grpo"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("winner", "low", "high", "expected"),
+    [("rapo", 0.01, 0.2, "win"), ("grpo", -0.2, -0.01, "loss"), (None, -0.08, 0.08, "tie"),
+     (None, -0.081, 0.05, "undecided"), (None, -0.02, 0.3, "undecided"), ("rapo", 0.01, 0.07, "win"),
+     (None, float("nan"), float("nan"), "undecided")],
+)  # fmt: skip
+def test_outcomes(winner: str | None, low: float, high: float, expected: str) -> None:
+    assert outcome(winner, Estimate(value=0.0, low=low, high=high), method="rapo") == expected
+
+
+def test_a_seed_that_never_reaches_a_level_is_later_than_one_that_does() -> None:
+    fewer, more, p = sign_test([10, 10, -5, -5, 20], [11, -3, 500, -9, 20])
+    assert (fewer, more, p) == (2, 1, 1.0)  # neither reaches it on the fourth seed, and the fifth is equal
+    assert sign_test([1.0] * 6, [2.0] * 6) == (6, 0, 2 / 2**6)
+
+
+def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = result(folder, capsys)
+    assert status == 0 and "Verdict: **win** of RAPO against GRPO." in text
+    assert "RAPO minus GRPO" in text and "all tests name the same winner" in text
+    assert "Dr. GRPO" not in text.partition("Processor seconds")[0]
+    assert "Calls until 0.2: RAPO needs fewer on 0 seeds and more on 0" in text
+
+
+def test_fewer_than_ten_seeds_are_a_sketch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = result(folder, capsys, write_questions(folder, num_seeds=3))
+    assert status == 1 and "Sketch: 3 seeds" in text and "Verdict" not in text
+
+
+def test_a_missing_seed_leaves_no_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, text = result(folder, capsys, write_questions(folder, num_seeds=11))
+    assert status == 1 and "So far, 10 of 11 seeds: no verdict" in text and "Verdict" not in text
+    assert (
+        main(["Q", "--out", str(folder / "new"), "--verdict", "--records", str(write_questions(folder))]) == 1
+    )
+    assert "no seed of Q is finished" in capsys.readouterr().err
+
+
+def test_runs_with_other_settings_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = write_questions(folder)
+    records.write_text(records.read_text().replace("policy_tokens = 1000", "policy_tokens = 2000"))
+    assert main(["Q", "--out", str(folder / "out"), "--verdict", "--records", str(records)]) == 2
+    assert "started with other settings (train.max_policy_tokens)" in capsys.readouterr().err
+
+
+def test_seconds_are_listed_by_run_and_in_all(tmp_path: Path) -> None:
+    question = read_question(write_questions(tmp_path, num_seeds=1), "Q")
+    plan = make_plan(question, tmp_path)
+    by_key = {method.key: method for method in plan.methods()}
+    events = [{"job": f"factbook/{run}", "kind": "k", "event": event, "time": 0.0, "seconds": 100.0}
+              for run, event in (("sft-0", "done"), ("grpo-0", "stopped"), ("grpo-0", "done"))]  # fmt: skip
+    journal = tmp_path / "jobs.jsonl"
+    journal.write_text("".join(json.dumps(event | {"cpu_seconds": 90.0}) + "\n" for event in events))
+    text = seconds_table(question, plan, by_key)
+    assert (
+        "Processor seconds, 270 in all" in text
+        and "| 0 | 90 | 180 |" in text
+        and "| all | 90 | 180 |" in text
+    )
+    journal.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert "Wall-clock seconds (some have no record of processor time), 300 in all" in seconds_table(
+        question, plan, by_key
+    )
+
+
+def test_a_question_written_after_its_runs_is_a_warning(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "before")
+    before = git("rev-parse", "--short=8", "HEAD")
+    records = write_questions(tmp_path, num_seeds=1)
+    git("add", ".")
+    git("commit", "-q", "-m", "the question")
+    after = git("rev-parse", "--short=8", "HEAD")
+    plan = make_plan(read_question(records, "Q"), tmp_path)
+    pair = [method for method in plan.methods() if method.key in ("grpo", "rapo")]
+    for method in pair:
+        plan.folder(method, 0).mkdir()
+
+    def notes(commit: str) -> str:
+        for method in pair:
+            file = plan.folder(method, 0) / "notes.jsonl"
+            file.write_text(f'{{"text": "outrider 0.3.0 (commit {commit}), torch"}}\n')
+        return "\n".join(origin_notes(plan, [0], pair, name="Q", records=records))
+
+    assert notes(after) == f"commit of the runs: {after}"
+    assert f"warning: at commit {before}" in notes(before)
+    assert "changes that were not committed" in notes(f"{after}-dirty")
+    records.write_text(records.read_text().replace("It is.", "It is not."))
+    assert "did not have this question as it is now" in notes(after)
+
+
+def test_runs_from_changed_code_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(question_module, "read_commit", lambda root: "abcdef12-dirty")
+    arguments = [
+        "Q",
+        "--out",
+        str(tmp_path / "out"),
+        "--records",
+        str(write_questions(tmp_path, num_seeds=1)),
+    ]
+    assert main(arguments) == 2
+    assert "commit or stash the changes" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("*-0"))
+    assert main([*arguments, "--status"]) == 0 and "waiting" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [("num_seeds", "seeds", "Q.num_seeds: Field required"), ("written", "written =", "cannot be read"),
+     ('"rapo"\nb', '"grpo"\nb', "must be two of methods"), ("[Q]", "[R]", "has no question Q; it has R")],
+)  # fmt: skip
+def test_malformed_questions_are_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
+    records = write_questions(tmp_path)
+    text = records.read_text()
+    assert before in text
+    records.write_text(text.replace(before, after))
+    with pytest.raises(ConfigError, match=message):
+        read_question(records, "Q")
+
+
+def test_without_a_cold_start_the_methods_start_from_the_model(tmp_path: Path) -> None:
+    plan = Plan(recipe=RECIPE, out=tmp_path, seeds=range(1), policy_tokens=100,
+                overrides=("num_threads=1", "cold_start.num_examples=0"))  # fmt: skip
+    [job] = factbook_jobs(plan, [method for method in plan.methods() if method.key == "grpo"])
+    assert job.name == "factbook/grpo-0" and job.after == ()
+    assert not any("initial_checkpoint" in word for word in job.command())
+    assert "train.max_policy_tokens=100" in job.command()
