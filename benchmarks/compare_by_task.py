@@ -24,12 +24,8 @@ import numpy as np
 from outrider.commands import positive
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import (
-    STARTS,
     ComparedRun,
     Incomparable,
-    algorithm_name,
-    comparable,
-    is_trained,
     load_run,
     run_names,
     unfinished,
@@ -47,6 +43,7 @@ from outrider.evaluation.statistics import (
 )
 from outrider.printing import Terminal, score
 from outrider.rollout.evaluate import interval
+from outrider.viewer.configuration import STARTS, algorithm_name, comparable, is_trained
 from outrider.viewer.run_reader import read_run
 
 UNTRAINED: Final = "no training"

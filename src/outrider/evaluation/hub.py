@@ -264,7 +264,7 @@ def model_card(
         template: The chat template.
     """
     name, license_name = base
-    method = settings.algorithm.type.rpartition(":")[2]
+    method = run.method.rpartition(":")[2]
     data = ModelCardData(
         license=license_name or None,
         base_model=name or None,

@@ -33,7 +33,7 @@ from outrider.algorithms.loss_settings import migrate_keys
 from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
-from outrider.evaluation.compare import AXES, checkpoint_rule, is_trained, load_run, run_names, unfinished
+from outrider.evaluation.compare import AXES, checkpoint_rule, load_run, run_names, unfinished
 from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
@@ -43,6 +43,7 @@ from outrider.plugins.registry import is_import_path
 from outrider.printing import score
 from outrider.protocols import run_difference
 from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
+from outrider.viewer.configuration import is_trained
 from outrider.viewer.run_reader import finite
 
 FORMAT: Final = "outrider pack 2"

@@ -128,8 +128,9 @@ def run_training(
                 "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
             )
         rollout_status = RolloutStatus()
+        recorded = RecordedProgress(make_progress(progress), run.path)
         display = WatchedProgress(
-            RecordedProgress(make_progress(progress), run.path),
+            recorded,
             rollout_status=rollout_status,
             after_s=settings.train.watchdog_s,
         )
@@ -148,6 +149,7 @@ def run_training(
                 run, settings, display, rollout_status, stop, attempt_cleanup, start_learner, start_remote
             )
             trainer.num_restarts = num_restarts
+            recorded.on_alarm = trainer.trackers.alert
             if not num_restarts:  # the set-up has not failed: the folder stays
                 write_origins(settings, run.path)  # where plug-ins are now: a resumed run may find others
                 run.commit()

@@ -39,6 +39,7 @@ from outrider.viewer.run_reader import (
     live_state,
     read_alarms,
     read_run,
+    run_status,
     task_evaluation_message,
 )
 from outrider.viewer.search import RolloutIndex, TextSearch, find, rows_of_table
@@ -401,10 +402,8 @@ class ViewedRun:
 
     @property
     def status(self) -> str:
-        """``running``, ``finished`` or ``stopped``."""
-        if is_locked(self.path / "lock"):
-            return "running"
-        return "finished" if read_run(self.path).is_done else "stopped"
+        """``running``, ``finished``, ``stopped`` or ``not started``."""
+        return run_status(self.path, read_run(self.path))
 
 
 class Catalogue:
@@ -466,7 +465,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "id": run.id,
         "name": run.path.resolve().name,
         "status": status,
-        "method": data.config.get("algorithm.type", ""),
+        "method": data.method,
         "task": data.config.get("environment.type", ""),
         "model": data.config.get("model.name", ""),
         "seed": data.config.get("seed", ""),
