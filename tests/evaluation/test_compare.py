@@ -292,7 +292,7 @@ def test_unknown_values_leave_gaps_and_have_a_note(tmp_path: Path) -> None:
         "rapo": 1100.0,
         "grpo": 1200.0,
     }
-    assert "a: 1 step(s) without tokens/policy count as 0" in comparison.notes
+    assert "a: 1 step counts as 0 without tokens/policy" in comparison.notes
     lines = re.findall(r'class="line s1" d="([^"]*)"', html_page(comparison))
     assert max(line.count("M") for line in lines) == 2  # broken at the step that is not known
 
@@ -402,7 +402,7 @@ def test_tasks_that_a_run_could_not_score_are_left_out_of_all(tmp_path: Path) ->
     write_evaluation(paths[0], 12, dict(list(task_scores(0.9).items())[3:]))
     comparison = compare(paths)
     assert comparison.num_tasks == 57
-    assert "3 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
+    assert "3 tasks are left out: a fault kept them from being scored in some run" in notes(comparison)
 
 
 def two_runs(folder: Path, **changes: object) -> list[Path]:
@@ -604,7 +604,7 @@ def test_runs_with_and_without_a_token_budget_are_not_one_training(tmp_path: Pat
 def test_faults_of_the_last_evaluation_have_a_note(tmp_path: Path) -> None:
     paths = make_group(tmp_path, "rapo", [0.9, 0.9]) + make_group(tmp_path, "grpo", [0.2])
     write_evaluation(paths[0], 12, task_scores(0.9), num_faults=4)
-    assert "rapo-0: 4 rollout(s) of the last evaluation ended in a fault and are in no score" in notes(
+    assert "rapo-0: 4 rollouts of the last evaluation ended in a fault, without a score" in notes(
         compare(paths)
     )
 
@@ -619,7 +619,7 @@ def test_tasks_that_different_runs_lack_are_all_counted(tmp_path: Path) -> None:
         )
     comparison = compare(paths)
     assert comparison.num_tasks == 55
-    assert "5 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
+    assert "5 tasks are left out: a fault kept them from being scored in some run" in notes(comparison)
 
 
 def test_an_evaluation_without_a_score_has_a_note(tmp_path: Path) -> None:
@@ -637,7 +637,7 @@ def test_an_evaluation_of_another_panel_has_a_note(tmp_path: Path) -> None:
     (run / "evaluations.jsonl").unlink()
     for step, panel in ((0, "0" * 64), (6, "0" * 64), (12, "9f2c" * 16)):
         write_evaluation(run, step, 0.5, panel_hash=panel)
-    assert "a: 2 evaluation(s) on another panel than the last are left out" in compare([run, other]).notes
+    assert "a: left out: 2 evaluations on another panel than the last" in compare([run, other]).notes
 
 
 def test_a_group_without_costs_has_a_note(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_calls_are_missed_where_there_are_tools(recipe: Path, tools: tuple[str, 
 def test_a_skipped_update_is_an_alarm() -> None:
     assert skipped_alarms(2, {"grad/num_skipped": 0.0}) == []
     [line] = skipped_alarms(2, {"grad/num_skipped": 1.0})
-    assert "ALARM: 1 optimiser step(s) of step 2 were skipped" in line
+    assert "ALARM: 1 optimiser step of step 2 skipped" in line
 
 
 def test_a_long_reason_is_cut() -> None:

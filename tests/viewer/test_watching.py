@@ -240,5 +240,15 @@ def test_the_summary_has_scores_costs_and_alarms_within_80_columns(run: Path) ->
     assert all(len(line) <= 80 for line in lines[:-1])
 
 
+def test_a_summary_of_one_of_everything_has_no_plurals(tmp_path: Path) -> None:
+    run = write_folder(tmp_path / "run", "train.num_steps = 1\n", [{"step": 1, "time/step": 2.0}], ())
+    (run / "metrics.jsonl").open("a").write('{"kind": "eval", "step": 1, "time/evaluation": 3.0}\n')
+    (run / NOTES).write_text(json.dumps({"step": 1, "text": "ALARM: no signal"}) + "\n")
+    text = "\n".join(summary_lines(run))
+    for part in ("1 step in", "1 evaluation in", "1 alarm, of 1 step; the last:"):
+        assert part in text
+    assert one_line_summary(run) == "grpo on tools, 1 of 1 step"
+
+
 def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:
     assert "no evaluation was recorded" in summary_lines(tmp_path)[0]

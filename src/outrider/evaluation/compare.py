@@ -30,6 +30,7 @@ from outrider.evaluation.statistics import (
     verdict,
 )
 from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import plural
 from outrider.protocols import differing_points
 from outrider.viewer.configuration import algorithm_name, comparable, digest, is_trained
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
@@ -164,7 +165,8 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
                 [values.get(step, 0.0) + sum(curve.get(step) or 0.0 for curve in others) for step in steps]
             )
             if len(values) < len(steps):
-                notes.append(f"{len(steps) - len(values)} step(s) without {metric} count as 0")
+                counted = plural(len(steps) - len(values), "step counts", "steps count")
+                notes.append(f"{counted} as 0 without {metric}")
     return costs
 
 
@@ -178,9 +180,8 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
         evaluation for evaluation in ascending if evaluation.conditions == ascending[-1].conditions
     )
     if len(comparable) < len(ascending):
-        notes.append(
-            f"{len(ascending) - len(comparable)} evaluation(s) on another panel than the last are left out"
-        )
+        others = plural(len(ascending) - len(comparable), "evaluation")
+        notes.append(f"left out: {others} on another panel than the last")
     return comparable
 
 
@@ -465,7 +466,7 @@ def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> lis
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
     num_others = len(single_runs) - 1
-    others = f" and {num_others} other run{'s' if num_others > 1 else ''}" if num_others else ""
+    others = f" and {plural(num_others, 'other run')}" if num_others else ""
     return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 

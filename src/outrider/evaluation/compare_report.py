@@ -20,7 +20,7 @@ from outrider.config import NONE
 from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, Group, Pair, compare
 from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Estimate, Scores
 from outrider.files import replace_file
-from outrider.printing import FittedTable, is_graded, one_line, points, score
+from outrider.printing import FittedTable, is_graded, one_line, plural, points, score
 from outrider.protocols import COMPARABLE, all_points
 from outrider.viewer.configuration import is_trained
 from outrider.viewer.report import page_template, score_mark
@@ -84,7 +84,7 @@ def notes(comparison: Comparison) -> list[str]:
         messages.append("all runs have one configuration: there is nothing to compare but their seeds")
     scored = [run for run in runs if run.evaluations]
     messages += [
-        f"{run.name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
+        f"{run.name}: {plural(num, 'rollout')} of the last evaluation ended in a fault, without a score"
         for run in scored
         if (num := run.evaluations[-1].num_faults)
     ]
@@ -93,10 +93,11 @@ def notes(comparison: Comparison) -> list[str]:
         messages.append(f"no scores of single tasks: {missing or 'the runs have no scored task in common'}")
     elif comparison.num_left_out:
         messages.append(
-            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
+            f"{plural(comparison.num_left_out, 'task is', 'tasks are')} left out: a fault kept them "
+            "from being scored in some run"
         )
     if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
-        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
+        shares = ", ".join(f"with {plural(num, 'seed')} about {COVERAGE[num]} %" for num in few)
         messages.append(
             "a bootstrap interval over so few seeds is too narrow: "
             f"{shares} of such intervals hold the true value, not 95 %"
@@ -184,7 +185,7 @@ def _group_table(comparison: Comparison) -> TextTable:
         if conditions
         else ""
     )
-    over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
+    over = "seeds" if comparison.num_tasks is None else f"seeds and {plural(comparison.num_tasks, 'task')}"
     num_tasks = comparison.num_tasks or (conditions.num_tasks if conditions else 0)
     graded = _is_graded(comparison)
     rows = tuple(
@@ -518,7 +519,8 @@ def _seed_dots(groups: Sequence[Group]) -> Markup:
         return Markup("")
     ends = [end for group in groups for end in group.seed_scores]
     ends += [end for group in groups if group.score for end in (group.score.low, group.score.high)]
-    scale = ticks(*(bound([end for end in ends if math.isfinite(end)]) for bound in (min, max)))
+    known = [end for end in ends if math.isfinite(end)]
+    scale = ticks(min(known), max(known))
     bottom = _ROW * len(groups) + 8
 
     def x(value: float) -> float:

@@ -40,7 +40,7 @@ from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
-from outrider.printing import score
+from outrider.printing import plural, score
 from outrider.protocols import run_difference
 from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
 from outrider.viewer.configuration import is_trained
@@ -706,7 +706,7 @@ def score_lines(pack: Path) -> list[str]:
         )
         value = score(row["score"], row["ci_low"], row["ci_high"])
         label = evaluation_label(row["label"], panel)
-        lines.append(f"{name}, {label}: {value} on {row['num_tasks']} tasks; {conditions}")
+        lines.append(f"{name}, {label}: {value} on {plural(row['num_tasks'], 'task')}; {conditions}")
     return lines
 
 

@@ -23,7 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from outrider.printing import count
+from outrider.printing import plural
 from outrider.seeding import stream
 
 Scores: TypeAlias = npt.NDArray[np.float64]
@@ -424,7 +424,7 @@ def verdict(
     missing, reasons = list(obstacles), list[str]()
     for sample in (first, second):
         if sample.num_runs < MIN_SEEDS:
-            seeds = count(sample.num_runs, "seed")
+            seeds = plural(sample.num_runs, "seed")
             missing.append(f"{sample.name} has {seeds}, at least {MIN_SEEDS} are needed")
     if test is None or p_corrected is None:
         missing.append("no paired test: the evaluations have no scores of single tasks")

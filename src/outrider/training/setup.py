@@ -34,7 +34,7 @@ from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
-from outrider.printing import shell_command
+from outrider.printing import plural, shell_command
 from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
@@ -487,7 +487,10 @@ def open_buffer(
                 )
             finally:
                 task_set.close()  # ends the experts' processes; a later request starts them again
-            reason = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
+            reason = (
+                f": no trajectory of an expert entered it (of {plural(len(tasks), 'task')}: "
+                f"{filled.outcomes()})"
+            )
         _require_steps(buffer, reason)
     except BaseException:
         buffer.close()

@@ -31,6 +31,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import newest_revision, search_steps
 from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
+from outrider.printing import plural
 from outrider.types import Origin
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
 from outrider.viewer.run_reader import (
@@ -472,7 +473,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "steps": data.num_steps,
         "num_steps": data.config.get("train.num_steps", ""),
         "score": None if score is None else [score.value, score.ci_low, score.ci_high],
-        "scored": "" if last is None else f"{last.label}, {last.num_tasks} tasks",
+        "scored": "" if last is None else f"{last.label}, {plural(last.num_tasks, 'task')}",
         "tokens": sum(data.total("train", name) for name in WRITTEN_TOKENS),
         "alarm": alarms[-1] if alarms else None,
         "num_alarms": len(alarms),

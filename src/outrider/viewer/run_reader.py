@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 
 from outrider.errors import DataError
 from outrider.files import is_locked, parsed, readable, whole_lines
-from outrider.printing import is_graded
+from outrider.printing import is_graded, plural
 from outrider.rollout.evaluate import evaluation_label
 from outrider.types import Json
 from outrider.viewer.configuration import algorithm_name, is_trained
@@ -382,7 +382,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
         numbers = ", ".join(map(str, bad[:_MAX_LISTED_LINES])) + (
             ", ..." if len(bad) > _MAX_LISTED_LINES else ""
         )
-        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {numbers})")
+        notes.append(f"{path.name}: {plural(len(bad), 'damaged or torn line')} left out (line {numbers})")
     return [value for _, value in lines if value is not None]
 
 
@@ -445,7 +445,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
         notes.append(
             f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: "
-            f"{evaluation.num_faults} fault(s)"
+            f"{plural(evaluation.num_faults, 'fault')}"
         )
     return evaluation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import count, score, shell_command
+from outrider.printing import plural, score, shell_command
 from outrider.rollout.evaluate import gain_over_start
 from outrider.viewer.progress import compact, duration
 from outrider.viewer.report import SHARES
@@ -55,8 +55,9 @@ def one_line_summary(run: Path) -> str:
 def _steps_text(data: RunData) -> str:
     """``5 of 9 steps``, or the recorded steps alone if the token budget ended the run before the others."""
     if data.is_budget_spent:
-        return f"{count(data.num_steps, 'step')} until the token budget was spent"
-    return f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"
+        return f"{plural(data.num_steps, 'step')} until the token budget was spent"
+    num_steps = data.config.get("train.num_steps", "?")
+    return f"{data.num_steps} of {num_steps} step{'' if num_steps == '1' else 's'}"
 
 
 def _with_title(title: str, lines: Iterator[str]) -> Iterator[str]:
@@ -85,24 +86,24 @@ def _score(evaluation: Evaluation) -> str:
     name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
     metric = evaluation.metrics[name]
     text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
-    kind = "training tasks" if evaluation.num_training_tasks >= evaluation.num_tasks else "tasks"
+    kind = "training task" if evaluation.num_training_tasks >= evaluation.num_tasks else "task"
     share = (
         f" ({evaluation.num_training_tasks} of training)"
         if 0 < evaluation.num_training_tasks < evaluation.num_tasks
         else ""
     )
-    return f"{text}  {evaluation.num_tasks} {kind}{share}, temperature {evaluation.temperature:g}"
+    return f"{text}  {plural(evaluation.num_tasks, kind)}{share}, temperature {evaluation.temperature:g}"
 
 
 def _cost_lines(data: RunData) -> Iterator[str]:
     seconds = data.total("train", "time/step")
     parts = [f"{name} {duration(spent)}" for name, key in _STAGES if (spent := data.total("train", key))]
-    yield f"{count(data.num_steps, 'step')} in {duration(seconds)}" + (
+    yield f"{plural(data.num_steps, 'step')} in {duration(seconds)}" + (
         f": {', '.join(parts)}" if parts else ""
     )
     durations = [value for _, value in data.curve("eval", "time/evaluation") if value is not None]
     if durations:
-        yield f"{count(len(durations), 'evaluation')} in {duration(sum(durations))}"
+        yield f"{plural(len(durations), 'evaluation')} in {duration(sum(durations))}"
     tokens = sum(data.total("train", name) for name in WRITTEN_TOKENS)
     calls = data.total("train", "rollout/num_tool_calls")
     yield f"{compact(round(tokens))} tokens written, {compact(round(calls))} tool calls in training"
@@ -112,7 +113,7 @@ def _alarm_lines(run: Path) -> Iterator[str]:
     alarms = read_alarms(run)
     if alarms:
         steps = Counter(alarm["step"] for alarm in alarms)
-        yield f"{count(len(alarms), 'alarm')}, of {count(len(steps), 'step')}; the last:"
+        yield f"{plural(len(alarms), 'alarm')}, of {plural(len(steps), 'step')}; the last:"
     for alarm in alarms[-_NUM_ALARMS:]:
         prefix = (
             ""
