@@ -24,12 +24,8 @@ import numpy as np
 from outrider.commands import positive
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import (
-    STARTS,
     ComparedRun,
     Incomparable,
-    algorithm_name,
-    comparable,
-    is_trained,
     load_run,
     run_names,
     unfinished,
@@ -45,8 +41,9 @@ from outrider.evaluation.statistics import (
     iqm_band,
     iqm_estimate,
 )
-from outrider.printing import Terminal, score
+from outrider.printing import Terminal, plural, score
 from outrider.rollout.evaluate import interval
+from outrider.viewer.configuration import STARTS, algorithm_name, comparable, is_trained
 from outrider.viewer.run_reader import read_run
 
 UNTRAINED: Final = "no training"
@@ -226,8 +223,8 @@ def _run_notes(run: ComparedRun) -> list[str]:
         notes.append(f"{run.name} is in no row: its last evaluation has no returns of single tasks")
     if last.num_faults:
         notes.append(
-            f"{run.name}: {last.num_faults} rollout(s) of the last evaluation ended in a fault "
-            "and are in no score"
+            f"{run.name}: {plural(last.num_faults, 'rollout')} of the last evaluation ended in a fault, "
+            "without a score"
         )
     return notes
 

@@ -344,7 +344,7 @@ def test_get_list_and_check(
     assert f"data/small/a.bin: verified; SHA-256 {DIGEST}" in out and "  read data/small/a.bin" in out
     assert main(["data", "get", "small"]) == 0 and "exists (ok" in capsys.readouterr().out
     assert len(server.requests) == 1
-    assert main(["data", "list"]) == 0 and "1 of 1 files in data/small" in capsys.readouterr().out
+    assert main(["data", "list"]) == 0 and "1 of 1 file in data/small" in capsys.readouterr().out
     assert main(["data", "check", "data/small"]) == 0
     assert capsys.readouterr().out == f"ok          small  a.bin: 10,240 bytes, SHA-256 {DIGEST}\n"
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.text import Text
 import outrider
 from outrider.cli import main
 from outrider.config import Settings, load_settings, to_toml
-from outrider.printing import FittedTable, Terminal, points, print_lines, score, shell_command
+from outrider.printing import FittedTable, Terminal, plural, points, print_lines, score, shell_command
 
 ESCAPES = "a\x1b[2Jb\x1b]0;owned\x07c\x9b31md\u202ee\x00\x7ff"
 
@@ -215,3 +216,30 @@ def test_the_commands_after_new_quote_the_folder(tmp_path: Path, capsys: pytest.
     assert main(["new", "tool", "counter", "--folder", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert f"  pip install -e '{folder}'" in lines and f"  pytest '{folder}'" in lines
+
+
+@pytest.mark.parametrize(
+    ("num", "nouns", "text"),
+    [
+        (1, ("step",), "1 step"), (0, ("step",), "0 steps"), (2.0, ("step",), "2 steps"),
+        (1.0, ("rollout was", "rollouts were"), "1 rollout was"), (3, ("try", "tries"), "3 tries"),
+        (12345678, ("token",), "12345678 tokens"),
+    ],
+)  # fmt: skip
+def test_a_noun_agrees_with_its_number(num: float, nouns: tuple[str, ...], text: str) -> None:
+    assert plural(num, *nouns) == text
+
+
+def test_no_message_leaves_the_choice_of_number_to_its_reader() -> None:
+    """``3 step(s)``."""
+    found = [
+        f"{file.name}:{node.lineno}"
+        for file in Path(outrider.__file__).parent.rglob("*.py")
+        if "(s)" in (text := file.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.JoinedStr)
+        and any(
+            isinstance(part, ast.Constant) and re.search(r"[a-z]\(s\)", part.value) for part in node.values
+        )
+    ]
+    assert found == []

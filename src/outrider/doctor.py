@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
-from outrider.printing import FittedTable, Terminal, print_lines, shell_command
+from outrider.printing import FittedTable, Terminal, plural, print_lines, shell_command
 from outrider.training.settings import RunSettings
 
 DEMO_S, DEMO_TFLOP = 115, 50
@@ -67,8 +67,8 @@ def matrix_rate() -> str:
     finally:
         torch.set_num_threads(before)
     minutes = (DEMO_S + DEMO_TFLOP / rate) / 60
-    text = f"{rate:.3f} TFLOP/s in float32 with {threads} threads, measured now"
-    return f"{text}: make demo takes about {minutes:.0f} minutes at this rate"
+    text = f"{rate:.3f} TFLOP/s in float32 with {plural(threads, 'thread')}, measured now"
+    return f"{text}: make demo takes about {plural(minutes, 'minute')} at this rate"
 
 
 RECIPE = """\
@@ -295,7 +295,7 @@ def _checks() -> list[Check]:
 def _torch() -> str:
     import torch
 
-    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+    return f"{torch.__version__}, {plural(torch.get_num_threads(), 'thread')}"
 
 
 def _processors() -> str:

@@ -66,6 +66,13 @@ def _typed_name(program: Path) -> str:
     return relative if os.sep in relative else os.path.join(os.curdir, relative)
 
 
+def plural(num: float, noun: str, nouns: str = "") -> str:
+    """Format a count with its noun: ``1 rollout``, ``3 rollouts``. ``nouns`` is the plural of a noun without
+    a plain -s, or of a noun with its verb: ``plural(num, "rollout was lost", "rollouts were lost")``.
+    """
+    return f"{num:.0f} {noun if num == 1 else nouns or noun + 's'}"
+
+
 def score(value: float, low: float = math.nan, high: float = math.nan, *, is_share: bool = True) -> str:
     """Format a score with its interval, if it has one.
 

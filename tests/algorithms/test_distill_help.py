@@ -467,7 +467,7 @@ def test_a_file_without_text_or_with_too_much_is_reported() -> None:
     hook = hook_for({"max_help_tokens": 40}, texts=["short", "x" * 60])
     assert file_lines(hook, tasks(3)) == ["x has no help for 2 of the 3 training tasks"]
     assert file_lines(hook, tasks(1)) == [
-        "x has more than algorithm.distill.max_help_tokens = 40 tokens for 1 of the 1 training tasks: their "
+        "x has more than algorithm.distill.max_help_tokens = 40 tokens for 1 of the 1 training task: their "
         "first texts are left out"
     ]
     assert (

@@ -271,7 +271,7 @@ def test_faults_and_missing_seeds_are_noted(tmp_path: Path) -> None:
     found = compare_by_task(given)
     assert "grpo has 4 runs on a task, but 3 on world/b" in found.notes
     assert "the mean over tasks of grpo leaves out 1 seed(s) that not every task has" in found.notes
-    assert "r1: 2 rollout(s) of the last evaluation ended in a fault and are in no score" in found.notes
+    assert "r1: 2 rollouts of the last evaluation ended in a fault, without a score" in found.notes
     assert not [note for note in found.notes if "r3" in note and "fault" in note]
     assert found.averages["grpo"].num_runs == 3
 

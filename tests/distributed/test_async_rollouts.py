@@ -148,7 +148,7 @@ def test_a_killed_run_resumes_with_its_finished_groups(tmp_path: Path) -> None:
     num_open = sum(len(step["tasks"]) for step in head["steps"])
     output = runs.run("train", "--resume", run, "--progress", "plain")
     if num_anew := num_open - len(groups):
-        assert f"{num_anew} groups that had not ended at the checkpoint start again" in output
+        assert "that had not ended at the checkpoint will start again" in output
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = {one["step"]: one for one in records if one["kind"] == "train"}
     assert sorted(steps) == list(range(1, STEPS + 1))

@@ -105,7 +105,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 def test_a_flood_ends(head: bytes, then: bytes) -> None:
     with raw_server(head, then, forever=True) as url:
         began = time.monotonic()
-        with pytest.raises(EngineFault, match="gave up after 1 tries"):
+        with pytest.raises(EngineFault, match="gave up after 1 try"):
             complete(None, url)
         assert time.monotonic() - began < 60
 

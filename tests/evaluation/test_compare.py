@@ -292,7 +292,7 @@ def test_unknown_values_leave_gaps_and_have_a_note(tmp_path: Path) -> None:
         "rapo": 1100.0,
         "grpo": 1200.0,
     }
-    assert "a: 1 step(s) without tokens/policy count as 0" in comparison.notes
+    assert "a: 1 step counts as 0 without tokens/policy" in comparison.notes
     lines = re.findall(r'class="line s1" d="([^"]*)"', html_page(comparison))
     assert max(line.count("M") for line in lines) == 2  # broken at the step that is not known
 
@@ -311,7 +311,9 @@ def test_a_clear_difference_has_a_winner(clear: Comparison) -> None:
     assert pair.test is not None
     assert pair.test.num_tasks == clear.num_tasks == 60
     assert pair.p_corrected == pair.test.p < 1e-3
-    assert verdicts(clear)[0].startswith("rapo scores higher than grpo: -")
+    assert re.fullmatch(
+        r"rapo scores higher than grpo: \+\d\d points, between \+\d\d and \+\d\d\.", verdicts(clear)[0]
+    )
 
 
 def test_identical_results_have_no_winner(tmp_path: Path) -> None:
@@ -323,7 +325,16 @@ def test_identical_results_have_no_winner(tmp_path: Path) -> None:
     assert (pair.difference.value, pair.improvement.value) == (0.0, 0.5)
     assert pair.test is not None
     assert pair.test.p == 1.0
-    assert "p = 1 is not below 0.05; the interval of the difference includes 0" in verdicts(comparison)[0]
+    assert re.fullmatch(
+        r"No difference shown between grpo and rapo: \+0\.0 points, between -\d+ and \+\d+ \(grpo - rapo\)\.",
+        verdicts(comparison)[0],
+    )
+    (reasons,) = [table for table in tables(comparison) if table.title == "Why no winner"]
+    assert [reason for _, reason in reasons.rows] == [
+        "over tasks, p = 1 is not below 0.05",
+        "over seeds, p = 1 is not below 0.05",
+        "the interval of the difference includes 0",
+    ]
 
 
 def one_seed(folder: Path) -> list[Path]:
@@ -352,7 +363,7 @@ def without_evaluation(folder: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("make", "sentence", "note"),
     [
-        (one_seed, "No winner between grpo and rapo: rapo has 1 seed, at least 3 are needed.", ""),
+        (one_seed, "(rapo - grpo); rapo has 1 seed, at least 3 are needed.", ""),
         (only_means, "no paired test", "no scores of single tasks: rapo-0, rapo-1, rapo-2"),
         (stopped_early, "rapo-0 was last evaluated at step 12 of 13", ""),
         (without_evaluation, "No two groups have scores", "rapo-1 has no evaluation: its group has no score"),
@@ -391,7 +402,7 @@ def test_tasks_that_a_run_could_not_score_are_left_out_of_all(tmp_path: Path) ->
     write_evaluation(paths[0], 12, dict(list(task_scores(0.9).items())[3:]))
     comparison = compare(paths)
     assert comparison.num_tasks == 57
-    assert "3 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
+    assert "3 tasks are left out: a fault kept them from being scored in some run" in notes(comparison)
 
 
 def two_runs(folder: Path, **changes: object) -> list[Path]:
@@ -448,6 +459,31 @@ def text_of(page: str) -> str:
     return unescape(re.sub(r"<[^>]*>", " ", page))
 
 
+def test_the_page_begins_with_a_picture_and_a_sentence_and_folds_the_tests(clear: Comparison) -> None:
+    page = html_page(clear)
+    picture, sentence, tests = (page.index(part) for part in ("<svg class=", "rapo scores", "<details>"))
+    assert picture < sentence < tests and " p " not in text_of(page[page.index("</style>") : tests])
+    assert page[picture:].partition("</svg>")[0].count("<circle") == 6  # one a seed
+    for group in clear.groups:
+        assert group.score is not None and len(group.seed_scores) == 3
+        assert min(group.seed_scores) <= group.score.value <= max(group.seed_scores)
+    assert "Differences" in page[tests:] and "p over seeds, Holm" in page[tests:]
+
+
+def test_a_group_without_a_score_and_seeds_of_one_score_are_drawn(tmp_path: Path) -> None:
+    paths = make_group(tmp_path, "rapo", [0.5], by_task=False) + make_group(tmp_path, "grpo", [0.1])
+    (paths[1] / "evaluations.jsonl").unlink()
+    picture = html_page(compare(paths)).partition("<svg class=")[2].partition("</svg>")[0]
+    assert picture.count("<circle") == 1 and "nan" not in picture and "grpo" not in picture
+
+
+def test_a_group_of_imitation_only_is_not_called_by_its_algorithm_alone(tmp_path: Path) -> None:
+    settings = ("train.num_steps = 0", "cold_start.num_examples = 4")
+    paths = [make_run(tmp_path / "a", num_steps=0, settings=settings), make_run(tmp_path / "b")]
+    groups = tables(compare(paths))[0]
+    assert [row[0].endswith(" (imitation only)") for row in groups.rows].count(True) == 1
+
+
 def test_the_command_prints_tables_and_writes_both_files(clear_runs: list[Path], tmp_path: Path) -> None:
     console = Console(file=(out := StringIO()), width=200)
     markdown, html = tmp_path / "out.md", tmp_path / "out.html"
@@ -463,7 +499,7 @@ def test_the_command_prints_tables_and_writes_both_files(clear_runs: list[Path],
             "temperature 0",
         ):
             assert part in text
-    assert page.count("<svg") == 2 * len(AXES)
+    assert page.count("<svg") == 1 + 2 * len(AXES)
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -471,7 +507,7 @@ def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_head(tmp_path: P
     text = markdown_page(compare([make_run(tmp_path / "a|b"), make_run(tmp_path / "c", algorithm=HOSTILE)]))
     assert "<script" not in text
     tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 5
+    assert len(tables) == 6
     for table in tables:
         assert len({line.replace("\\|", "").count("|") for line in table}) == 1
 
@@ -568,7 +604,7 @@ def test_runs_with_and_without_a_token_budget_are_not_one_training(tmp_path: Pat
 def test_faults_of_the_last_evaluation_have_a_note(tmp_path: Path) -> None:
     paths = make_group(tmp_path, "rapo", [0.9, 0.9]) + make_group(tmp_path, "grpo", [0.2])
     write_evaluation(paths[0], 12, task_scores(0.9), num_faults=4)
-    assert "rapo-0: 4 rollout(s) of the last evaluation ended in a fault and are in no score" in notes(
+    assert "rapo-0: 4 rollouts of the last evaluation ended in a fault, without a score" in notes(
         compare(paths)
     )
 
@@ -583,7 +619,7 @@ def test_tasks_that_different_runs_lack_are_all_counted(tmp_path: Path) -> None:
         )
     comparison = compare(paths)
     assert comparison.num_tasks == 55
-    assert "5 task(s) are left out: a fault kept them from being scored in some run" in notes(comparison)
+    assert "5 tasks are left out: a fault kept them from being scored in some run" in notes(comparison)
 
 
 def test_an_evaluation_without_a_score_has_a_note(tmp_path: Path) -> None:
@@ -601,7 +637,7 @@ def test_an_evaluation_of_another_panel_has_a_note(tmp_path: Path) -> None:
     (run / "evaluations.jsonl").unlink()
     for step, panel in ((0, "0" * 64), (6, "0" * 64), (12, "9f2c" * 16)):
         write_evaluation(run, step, 0.5, panel_hash=panel)
-    assert "a: 2 evaluation(s) on another panel than the last are left out" in compare([run, other]).notes
+    assert "a: left out: 2 evaluations on another panel than the last" in compare([run, other]).notes
 
 
 def test_a_group_without_costs_has_a_note(tmp_path: Path) -> None:

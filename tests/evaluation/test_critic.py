@@ -160,7 +160,7 @@ def test_trajectories_of_a_file_are_learned_from(tmp_path: Path, capsys: pytest.
     (tmp_path / "chats.jsonl").write_text(json.dumps(record) + "\n")
     files = ["--from", str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "critic")]
     assert main(["critic", *files, "embedder=hash", "num_updates=3", "batch_size=2"]) == 0
-    assert "1 trajectories, 1 turns, mean return 1" in capsys.readouterr().out
+    assert "1 trajectory, 1 turn, mean return 1" in capsys.readouterr().out
 
 
 def test_held_out_evaluations_are_used_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_notebook_for_a_gpu_runs_in_its_smallest_form_on_a_cpu(tmp_path: Pat
     assert "not on a\nGPU" in played.cells[0].source
     assert _printed(played, "gpu").startswith("no GPU")
     assert "16 GB per GPU" in _printed(played, "settings") and "fits  " in _printed(played, "settings")
-    assert "1 of 1 steps" in _shown(played, "train") and "after RAPO" in _shown(played, "scores")
+    assert "1 of 1 step" in _shown(played, "train") and "after RAPO" in _shown(played, "scores")
     assert "time/step" in _shown(played, "speed")
 
 

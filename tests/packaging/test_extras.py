@@ -94,3 +94,10 @@ def test_the_demo_extra_trains_with_an_empty_cache(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert (cache / "models" / "smollm2-135m-instruct" / "complete").exists()
     assert (run / "report.html").exists()
+
+
+def test_the_command_that_make_demo_advises_finds_its_program_and_its_packages() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "$(BIN)/outrider view $(DEMO)" in makefile  # .venv/bin need not be on PATH
+    assert "-e '.[demo]'" in makefile
+    assert closure("outrider[view]") <= closure("outrider[demo]")

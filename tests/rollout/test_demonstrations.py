@@ -109,7 +109,7 @@ def test_experts_are_called_in_every_step_and_their_faults_are_retried_and_count
     told: list[str] = []
     metrics = add_off_policy_groups(parts, groups(family), step=STEP, note=told.append)[1]
     assert metrics == {"luffy/num_groups_without": 2.0, "luffy/num_faults": 1.0}
-    assert len(told) == 1 and "1 demonstrations were lost to faults: the expert of toy/0: " in told[0]
+    assert len(told) == 1 and "1 demonstration was lost to faults: the expert of toy/0: " in told[0]
     assert family.num_asked == 4 and family.num_closes == 2 + 1  # after every fault, and in the end
     assert (
         add_off_policy_groups(parts, groups(family), step=STEP, note=print)[1]["luffy/num_groups_without"]

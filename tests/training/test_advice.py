@@ -98,7 +98,7 @@ def advice(algorithm: dict[str, Any] | None = None) -> Advice:
         (trace_of(3, text="so I think"), "4 of 4 rollouts ended without a closing tag; a cold start"),
         (trace_of(1, outcome=Outcome.INVALID), "4 ended with a turn that the environment cannot read; a"),
         (trace_of(4, finish="length"), "4 cut by rollout.max_turn_tokens = 4; raise the limit"),
-        (trace_of(1, success=True), "all 4 rollouts solved their tasks; train on harder tasks"),
+        (trace_of(1, success=True), "all 4 rollouts solved the tasks; train on harder tasks"),
         (trace_of(1), "4 ended without success and all rollouts of a group have the same return"),
     ],
 )

@@ -63,9 +63,9 @@ def test_a_run_reports_lost_and_retried_rollouts(
     monkeypatch.setattr(ToolEnvironment, "reset", flaky)
     run = train(recipe, "flaky", "train.max_retries=1")
     output = capsys.readouterr().out
-    assert "the simulator hung up" in output and "tries were repeated" in output
+    assert "the simulator hung up" in output and re.search("(try was|tries were) repeated", output)
     [before] = [line for line in messages(output) if line.startswith("before training: ")]
-    assert re.search(r" faults.*, [1-9]\d* tries repeated; split", before)
+    assert re.search(r" faults.*, [1-9]\d* (try|tries) repeated; split", before)
     record = next(
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if '"train"' in line
     )
@@ -147,7 +147,7 @@ def test_calls_are_missed_where_there_are_tools(recipe: Path, tools: tuple[str, 
 def test_a_skipped_update_is_an_alarm() -> None:
     assert skipped_alarms(2, {"grad/num_skipped": 0.0}) == []
     [line] = skipped_alarms(2, {"grad/num_skipped": 1.0})
-    assert "ALARM: 1 optimiser step(s) of step 2 were skipped" in line
+    assert "ALARM: 1 optimiser step of step 2 skipped" in line
 
 
 def test_a_metric_that_leaves_its_range_is_an_alarm_of_the_run(

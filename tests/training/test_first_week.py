@@ -172,7 +172,7 @@ BROKEN = {
     "messages": (b'{"question": [{"role": "user"}], "answer": "a"}\n', "column 'question' must hold a"),
     "number": (b'{"question": 3, "answer": "a"}\n', "train.jsonl:1: column 'question' must hold a string"),
     "key twice": (b'{"question": "q?", "answer": "a", "answer": "b"}\n', "the key 'answer' occurs more than"),
-    "few": (lines("q?").encode(), "1 training tasks are fewer than train.tasks_per_step = 2"),
+    "few": (lines("q?").encode(), "1 training task is fewer than train.tasks_per_step = 2"),
 }  # fmt: skip
 
 
@@ -294,10 +294,10 @@ def test_questions_are_compared_after_normalisation() -> None:
         "held-out tasks", "tasks, 1 of them training tasks", "training tasks",
     ]  # fmt: skip
     assert repetition_lines([task("q?", "a"), task("Q", "A "), task("r?", "a")], "train") == [
-        "train: 1 question(s) occur more than once (2 of 3 tasks), for example 'q?'"
+        "train: 1 question occurs more than once (2 of 3 tasks), for example 'q?'"
     ]
     assert repetition_lines([task("q?", "a"), task("q?", "b")], "test") == [
-        "test: 1 question(s) occur with different answers, for example 'q?' with 'a' and 'b'"
+        "test: 1 question occurs with different answers, for example 'q?' with 'a' and 'b'"
     ]
 
 

@@ -187,8 +187,8 @@ def tools_config(protocol: str) -> ToolsConfig:
 @pytest.mark.parametrize(
     ("chat", "protocol", "reason"),
     [
-        (NATIVE, "tags", r"1 of 1 demonstrations call tools natively, .* <python>\.\.\.</python>: set"),
-        (TAGGED, "hermes", r"1 of 1 demonstrations call tools between tags, .* environment\.protocol=tags"),
+        (NATIVE, "tags", r"1 of 1 demonstration calls tools natively, .* <python>\.\.\.</python>: set"),
+        (TAGGED, "hermes", r"1 of 1 demonstration calls tools between tags, .* environment\.protocol=tags"),
         (NATIVE, "hermes", ""),
         (NATIVE, "llama3_json", ""),
         (TAGGED, "tags", ""),
@@ -235,4 +235,4 @@ def test_a_cold_start_reports_why_it_cannot_imitate(
     file.write_text(json.dumps({"question": question, "messages": NATIVE, "reward": 1.0}))
     given = [f"cold_start.demonstrations={file}", "cold_start.num_examples=4"]
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "--progress", "none", *given]) == 1
-    assert "1 of 1 demonstrations call tools natively" in capsys.readouterr().err
+    assert "1 of 1 demonstration calls tools natively" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from outrider.environments.base import EnvironmentSettings, EpisodeResult, StepR
 from outrider.errors import ConfigError, DataError, InvalidResult, OutriderError
 from outrider.smoke import save_model
 from outrider.types import Message, Step, Task
+from outrider.viewer.run_reader import read_alarms
 
 HERE = "tests.training.test_own_results"
 
@@ -93,6 +94,7 @@ class Spy:
 
     seen: ClassVar[list[tuple[int, dict[str, float]]]] = []
     tables: ClassVar[list[tuple[int, str, list[tuple[Any, ...]]]]] = []
+    alarms: ClassVar[list[str]] = []
     identity: str | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -102,6 +104,9 @@ class Spy:
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]
     ) -> None:
         Spy.tables.append((step, name, list(rows)))
+
+    def alert(self, step: int, text: str) -> None:
+        Spy.alarms.append(text)
 
     def close(self) -> None:
         pass
@@ -198,10 +203,12 @@ def test_what_is_no_task_is_named(
 def test_metrics_and_graded_returns_are_in_records_trackers_and_lines(model: Path, tmp_path: Path) -> None:
     Spy.seen.clear()
     Spy.tables.clear()
+    Spy.alarms.clear()
     tracking = {"num_rollouts": 1}
     given = recipe(model, environment={"kind": "half"}, trackers=[f"{HERE}:Spy"], tracking=tracking)
     outrider.train(given, run=tmp_path / "run")
-    shape = [(step, name, len(rows), rows[0][0], rows[0][4]) for step, name, rows in Spy.tables]
+    assert Spy.alarms == [alarm["text"] for alarm in read_alarms(tmp_path / "run")] != []
+    shape = [(rows[0][0], name, len(rows), rows[0][1], rows[0][5]) for _, name, rows in Spy.tables]
     assert shape == [
         (1, "rollouts/train", 1, "training", 0.5), (1, "rollouts/eval", 2, "after GRPO", 0.5)
     ]  # fmt: skip

@@ -136,7 +136,7 @@ def test_the_card_has_scores_with_intervals_and_how_to_load(run: Path) -> None:
     assert "| **after RAPO** | 2 |" in card and "`outrider train` printed them" in card
     assert f'from_pretrained("{REPO}")' in card and 'history_thinking = "keep"' in card
     earlier = push_run(run, REPO, step=1, dry_run=True).card
-    assert "1 steps" in earlier and "after RAPO" not in earlier
+    assert "1 step," in earlier and "after RAPO" not in earlier
 
 
 def test_the_card_contains_nothing_of_this_machine(run: Path) -> None:

@@ -275,6 +275,44 @@ def test_rich_shows_stage_count_fields_and_message_without_reading_markup() -> N
     assert "train 1/4  reward 0.500 (mean 0.500 of 1)  elapsed 0:06   left 0:18" in stream.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("stages", "notes", "lines"),
+    [
+        ([("evaluation", 2, 2)], [("50 % on 2 tasks", "evaluation")], ["evaluation 2/2", "50 % on 2 tasks"]),
+        (
+            [("evaluation", 2, 2)],
+            [("50 %", "evaluation"), ("learned 50 %", "summary"), ("report: a", "end")],
+            ["evaluation 2/2", "50 %", "learned 50 %", "report: a"],
+        ),
+        (
+            [("train", 9, 1)],
+            [("stopped on request", "note"), ("learned 5 %", "summary"), ("report: a", "end")],
+            ["stopped on request", "train 1/9", "learned 5 %", "report: a"],
+        ),
+        ([("train", 9, 1)], [("a note", "note")], ["a note", "train 1/9"]),
+    ],
+)
+def test_the_line_of_a_stage_comes_before_what_is_printed_after_it(
+    stages: list[tuple[str, int, int]], notes: list[tuple[str, str]], lines: list[str]
+) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, color_system=None)
+    progress = RichProgress(console=console, clock=Clock())
+    for name, total, done in stages:
+        progress.stage(name, total)
+        progress.advance(done)
+    for text, event in notes:
+        progress.note(text, event=event)
+    progress.close()
+    printed = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", stream.getvalue()).replace("\r", "\n").split("\n")
+    last = [line.partition("  ")[0].strip() for line in printed if line.strip()]
+    assert [line for line in last if line in lines] == lines
+
+
+def test_the_result_of_an_evaluation_is_no_alarm() -> None:
+    assert not is_alarm("step 3: 45.0 % [30.0, 60.0] on 64 held-out tasks, 0 faults")
+
+
 def test_make_progress_is_plain_without_a_terminal_and_refuses_unknown_modes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,6 +53,19 @@ def test_notes_have_the_step_that_they_name(tmp_path: Path) -> None:
     assert [one["step"] for one in read_alarms(tmp_path)] == [None, 7, 4]
 
 
+def test_every_alarm_and_nothing_else_is_passed_on_with_its_step(tmp_path: Path) -> None:
+    shown = RecordedProgress(Progress(), tmp_path)
+    alarms: list[tuple[int | None, str]] = []
+    shown.on_alarm = lambda step, text: alarms.append((step, text))
+    shown.note("ALARM: something before training")
+    shown.stage("train", 9, done=4)
+    shown.note("a note")
+    shown.note("step 7: 1 rollout was lost")
+    shown.note("step 4: 50 % on 2 tasks, 1 rollout was lost", event="evaluation")
+    shown.note("ALARM: again", event="summary")
+    assert alarms == [(None, "ALARM: something before training"), (7, "step 7: 1 rollout was lost")]
+
+
 def test_a_full_disk_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     inner = Told()
     shown = RecordedProgress(inner, tmp_path / "gone")

@@ -219,8 +219,8 @@ def circular_nodes(run: Path) -> None:
         (lambda run: (run / "config.toml").write_text("a = ["), "config.toml cannot be read"),
         (lambda run: (run / "config.toml").write_bytes(b"\xff\xfe"), "config.toml cannot be read"),
         (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
-        (torn_metrics, "metrics.jsonl: 1 damaged or torn line(s) left out (line 14)"),
-        (odd_metrics, "metrics.jsonl: 4 damaged or torn line(s)"),
+        (torn_metrics, "metrics.jsonl: 1 damaged or torn line left out (line 14)"),
+        (odd_metrics, "metrics.jsonl: 4 damaged or torn lines"),
         (lambda run: (run / "evaluations.jsonl").unlink(), "evaluations.jsonl is missing"),
         (odd_evaluations, "evaluations.jsonl: an evaluation was left out"),
         (lambda run: (run / "traces" / "step-000004.parquet").write_bytes(b"PAR1"),
@@ -293,7 +293,7 @@ def with_evaluations(run_dir: Path, scores: list[float], **more: object) -> Page
 @pytest.mark.parametrize("scores", [[float("nan"), 0.1, 0.3], [0.1, float("nan"), 0.3], [float("nan")]])
 def test_an_evaluation_with_only_faults_is_noted_and_not_drawn(tmp_path: Path, scores: list[float]) -> None:
     page = with_evaluations(tmp_path / "run", scores, num_faults=5)
-    assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 fault(s)" in page.text
+    assert "evaluations.jsonl: 'step " in page.text and "has no score: 5 faults" in page.text
     assert "nan" not in page.text.split()
     drawn = [
         value

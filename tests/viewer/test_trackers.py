@@ -95,7 +95,16 @@ class FakeService:
         run = types.SimpleNamespace(
             **{
                 name: record(name)
-                for name in ("log", "finish", "define_metric", "add_scalar", "add_text", "flush", "close")
+                for name in (
+                    "log",
+                    "finish",
+                    "define_metric",
+                    "alert",
+                    "add_scalar",
+                    "add_text",
+                    "flush",
+                    "close",
+                )
             },
             **self.run,
         )
@@ -175,23 +184,93 @@ def test_sample_rollouts_are_tables_of_every_tracker(tmp_path: Path, monkeypatch
     traces = [group("1+2?"), group("lost", outcome=Outcome.ENGINE_FAULT), group("third")]
     for step in (1, 2, 6):
         trackers.log_rollouts(step, traces)
-    row = ["training", "key of 1+2?", "1+2?", '[user] 1+2?\n[assistant] Three.\nadd({"a": 1})', 1.0, True]
-    row.append("finished")
-    table = {"columns": list(COLUMNS), "data": [row]}
+    text = '[user] 1+2?\n[assistant] Three.\nadd({"a": 1})'
+    rows = {s: [s, "training", "key of 1+2?", "1+2?", text, 1.0, True, "finished"] for s in (1, 6)}
+    tables = {step: {"columns": list(COLUMNS), "data": [row]} for step, row in rows.items()}
     calls = service.calls
     logged = [args[0] for name, args, _ in calls if name == "log" and "outrider_step" in args[0]]
-    assert logged == [{"outrider_step": step, "rollouts/train": table} for step in (1, 6)]
+    assert logged == [{"outrider_step": step, "rollouts/train": tables[step]} for step in (1, 6)]
     frames = [args[0]["rollouts/train"] for name, args, kwargs in calls if name == "log" and "step" in kwargs]
-    assert frames == [{"dataframe": (list(COLUMNS), [row])}] * 2
+    assert frames == [{"dataframe": (list(COLUMNS), [row])} for row in rows.values()]
     [text, _] = [args for name, args, _ in calls if name == "add_text"]
     assert text[0] == "rollouts/train" and "    return: 1.0\n" in text[1] and "[assistant] Three." in text[1]
     trackers.log_rollouts(3, traces, label="step 3")
     [_, _, evaluation] = [args[0] for name, args, _ in calls if name == "log" and "outrider_step" in args[0]]
-    assert [row[:2] for row in evaluation["rollouts/eval"]["data"]] == [
-        ["step 3", "key of 1+2?"],
-        ["step 3", "key of third"],
+    assert [row[:3] for row in evaluation["rollouts/eval"]["data"]] == [
+        [3, "step 3", "key of 1+2?"],
+        [3, "step 3", "key of third"],
     ]
     assert sum(trackers.num_failures.values()) == 0
+
+
+def test_every_training_step_sends_a_table_by_default() -> None:
+    assert all(TrackingSettings().sends_rollouts(step) for step in range(1, 5))
+
+
+def test_alarms_are_alerts_of_every_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = FakeService()
+    service.install(monkeypatch)
+    trackers = make_trackers(TRACKER_NAMES, run_dir=tmp_path, config={})
+    text = "ALARM: step 7: no group has a learning signal: of 32 rollouts 19 failed"
+    trackers.alert(7, text)
+    trackers.alert(None, "step 8: 3 of 32 rollouts were lost to faults: timeout")
+    alerts = [kwargs for name, _, kwargs in service.calls if name == "alert"]
+    title = "no group has a learning signal"
+    assert {"title": title, "text": text, "level": "WARN", "wait_duration": 3600} in alerts  # wandb
+    assert {"title": title, "text": text, "step": 7} in alerts  # trackio
+    assert all(len(one["title"]) < 64 for one in alerts)
+    # A title without numbers: W&B sends no second alert of one title within the hour.
+    assert alerts[-1]["title"] == "N of N rollouts were lost to faults"
+    assert ("add_text", ("alarms", text), {"global_step": 7}) in service.calls
+    assert sum(trackers.num_failures.values()) == 0
+    TrackerSet({"own": Recorder()}).alert(1, text)  # a tracker without alerts gets none
+
+
+def configured(folder: Path, *, seed: int = 0, steps: int = 9) -> Path:
+    folder.mkdir()
+    lines = [
+        f"seed = {seed}", 'algorithm.type = "grpo"', 'algorithm.preset = "dapo"',
+        'environment.type = "my_worlds:House"', 'model.name = "HuggingFaceTB/SmolLM2-135M"',
+        f'model.initial_checkpoint = "/home/me/sft-{seed}"', f"train.num_steps = {steps}",
+    ]  # fmt: skip
+    (folder / "config.toml").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_runs_that_differ_only_in_the_seed_share_a_group_and_have_tags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WANDB_RUN_GROUP", "WANDB_TAGS"):
+        monkeypatch.delenv(name, raising=False)
+    service = FakeService()
+    service.install(monkeypatch)
+
+    def start(folder: Path, **tracking: Any) -> dict[str, dict[str, Any]]:
+        service.calls.clear()
+        make_trackers(TRACKER_NAMES, run_dir=folder, tracking=TrackingSettings(**tracking), config={})
+        return {name: kwargs for name, _, kwargs in service.calls if name.endswith(".init")}
+
+    first, second = start(configured(tmp_path / "a")), start(configured(tmp_path / "b", seed=1))
+    other = start(configured(tmp_path / "c", steps=10))
+    group = first["wandb.init"]["group"]
+    assert group.startswith("dapo ")
+    assert [inits["trackio.init"]["group"] == group for inits in (first, second, other)] == [
+        True,
+        True,
+        False,
+    ]
+    assert second["wandb.init"]["group"] == group
+    assert first["wandb.init"]["tags"] == ["dapo", "House", "SmolLM2-135M"]
+    assert ("run", f"{other['wandb.init']['group']}, dapo, House, SmolLM2-135M") in [
+        args for name, args, _ in service.calls if name == "add_text"
+    ]
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    monkeypatch.setenv("WANDB_TAGS", "night,dapo")
+    inits = start(tmp_path / "a")
+    assert inits["wandb.init"]["group"] == inits["trackio.init"]["group"] == "mine"
+    assert inits["wandb.init"]["tags"] == ["night", "dapo", "House", "SmolLM2-135M"]
+    inits = start(tmp_path / "a", group="ours", tags=("a",))
+    assert inits["wandb.init"]["group"] == "ours" and inits["wandb.init"]["tags"][0] == "a"
 
 
 def test_a_tracker_without_tables_gets_none() -> None:

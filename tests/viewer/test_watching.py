@@ -1,7 +1,9 @@
 """A run from another terminal: whatever its state, in words, and no text of it steers the terminal."""
 
+import io
 import json
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +14,10 @@ import pytest
 from outrider import cli
 from outrider.commands import watch as following
 from outrider.files import FileLock
-from outrider.viewer.progress import Progress
-from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress
-from outrider.viewer.summary import read_snapshot, summary_lines
+from outrider.viewer import summary as run_summary
+from outrider.viewer.progress import PlainProgress, Progress
+from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_run
+from outrider.viewer.summary import one_line_summary, read_snapshot, summary_lines
 from tests.viewer.synthetic_run import write_run
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07\x9b31m\r\u202e"
@@ -73,6 +76,84 @@ def test_finished_stopped_and_killed_runs_are_distinguished(
     lines = once(run, capsys)
     assert lines[0] == f"{run}: finished"
     assert any(line.startswith("learned ") for line in lines) and f"outrider view {run}" in lines[-1]
+
+
+def write_folder(run: Path, config: str, records: list[dict[str, object]], labels: tuple[str, ...]) -> Path:
+    run.mkdir()
+    (run / "config.toml").write_text('algorithm.type = "grpo"\nenvironment.type = "tools"\n' + config)
+    for record in records:
+        with (run / "metrics.jsonl").open("a") as stream:
+            stream.write(json.dumps({"kind": "train", "reward/mean": 0.5} | record) + "\n")
+    for label in labels:
+        line = {"label": label, "split": "test", "num_tasks": 2, "step": 0, "temperature": 1.0}
+        metric = {"score": {"value": 0.5, "ci_low": 0.1, "ci_high": 0.9}}
+        with (run / "evaluations.jsonl").open("a") as stream:
+            stream.write(json.dumps(line | {"panel_hash": "0", "metric": metric}) + "\n")
+    return run
+
+
+STEPS: list[dict[str, object]] = [
+    {"step": 1, "tokens/policy_total": 40},
+    {"step": 2, "tokens/policy_total": 80},
+]
+IMITATION = "train.num_steps = 0\ncold_start.num_examples = 4\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "records", "labels", "status", "summary"),
+    [
+        ("train.num_steps = 2\n", STEPS, (), "finished", "grpo on tools, 2 of 2 steps"),
+        ("train.num_steps = 3\n", STEPS, (), "stopped", "grpo on tools, 2 of 3 steps"),
+        (
+            "train.num_steps = 99\ntrain.max_policy_tokens = 80\n", STEPS, (), "finished",
+            "grpo on tools, 2 steps until the token budget was spent",
+        ),
+        (
+            "train.num_steps = 99\ntrain.max_policy_tokens = 30\n", STEPS[:1], (), "finished",
+            "grpo on tools, 1 step until the token budget was spent",
+        ),
+        ("train.num_steps = 99\ntrain.max_policy_tokens = 81\n", STEPS, (), "stopped", "grpo on tools"),
+        ("train.num_steps = 9\n", [], (), "not started", "grpo on tools, 0 of 9 steps"),
+        ("train.num_steps = 0\n", [], (), "not started", "evaluation on tools"),
+        ("train.num_steps = 0\n", [], ("before training",), "finished", "evaluation on tools"),
+        (IMITATION, [], (), "not started", "imitation on tools"),
+        (IMITATION, [{"kind": "sft", "step": 1}], ("before training",), "stopped", "imitation on tools"),
+        (IMITATION, [{"kind": "sft", "step": 1}], ("after cold start",), "finished", "imitation on tools"),
+    ],
+)  # fmt: skip
+def test_a_run_is_finished_if_nothing_is_left_to_do(
+    tmp_path: Path, config: str, records: list[dict[str, object]], labels: tuple[str, ...], status: str,
+    summary: str, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run = write_folder(tmp_path / "run", config, records, labels)
+    assert read_snapshot(run).status == status
+    assert one_line_summary(run).startswith(summary)
+    [head, *_] = once(run, capsys)
+    assert head.startswith(f"{run}: {status}")
+    assert ("train --resume" in head) == (status != "finished")
+    assert ("start with" in head) == (status == "not started")
+
+
+def test_the_log_and_watch_show_one_reward_of_a_step(run: Path) -> None:
+    stream = io.StringIO()
+    log = PlainProgress(stream=stream)
+    log.stage("train", 12, unit="step")
+    for record in read_run(run).records:
+        if record["kind"] == "train":
+            log.advance(record["step"], reward=record["reward/mean"])  # type: ignore[arg-type]
+    rewards = re.compile(r"step +(\d+)/\S+ +reward +(\S+)")
+    wants(run, 12)
+    shown = rewards.findall("\n".join(read_snapshot(run).lines))
+    assert len(shown) == 5 and shown == rewards.findall(stream.getvalue())[-5:]
+
+
+@pytest.mark.parametrize("missing", [None, "starlette", "uvicorn"])
+def test_the_advised_command_can_run_without_the_extra_view(
+    run: Path, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_summary, "find_spec", lambda name: None if name == missing else name)
+    advised = summary_lines(run)[-1].split()
+    assert advised[-2:] == ["view" if missing is None else "report", str(run)]
 
 
 def test_a_run_of_another_machine_says_which(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,6 +238,16 @@ def test_the_summary_has_scores_costs_and_alarms_within_80_columns(run: Path) ->
     ):
         assert part in text
     assert all(len(line) <= 80 for line in lines[:-1])
+
+
+def test_a_summary_of_one_of_everything_has_no_plurals(tmp_path: Path) -> None:
+    run = write_folder(tmp_path / "run", "train.num_steps = 1\n", [{"step": 1, "time/step": 2.0}], ())
+    (run / "metrics.jsonl").open("a").write('{"kind": "eval", "step": 1, "time/evaluation": 3.0}\n')
+    (run / NOTES).write_text(json.dumps({"step": 1, "text": "ALARM: no signal"}) + "\n")
+    text = "\n".join(summary_lines(run))
+    for part in ("1 step in", "1 evaluation in", "1 alarm, of 1 step; the last:"):
+        assert part in text
+    assert one_line_summary(run) == "grpo on tools, 1 of 1 step"
 
 
 def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from outrider.algorithms.tips import (
 )
 from outrider.errors import DataError
 from outrider.files import readable
+from outrider.printing import plural
 from outrider.rollout.hooks import (
     HYBRID,
     EpisodeState,
@@ -509,18 +510,21 @@ def file_lines(hook: HelpHook, tasks: Sequence[Task]) -> list[str]:
     num_long = sum(num for part, num in parts.items() if part.lines and not hook.is_whole(part))
     lines = []
     if num_missing:
-        lines.append(f"{path} has no help for {num_missing} of the {len(tasks)} training tasks")
+        lines.append(f"{path} has no help for {num_missing} of the {plural(len(tasks), 'training task')}")
     keys = {task.key for task in tasks}
     num_unused = sum(
         text.task not in keys if text.task is not None else not any(map(text.is_for, tasks))
         for text in hook.texts
     )
     if num_unused:
-        lines.append(f"{path}: {num_unused} of {len(hook.texts)} texts are for none of the training tasks")
+        lines.append(
+            f"{path}: {num_unused} of {plural(len(hook.texts), 'text is', 'texts are')} for none of the "
+            "training tasks"
+        )
     if num_long * 2 > len(tasks):
         lines.append(
             f"{path} has more than algorithm.distill.max_help_tokens = {limit} tokens for {num_long} of the "
-            f"{len(tasks)} training tasks: their first texts are left out"
+            f"{plural(len(tasks), 'training task')}: their first texts are left out"
         )
     return lines
 

@@ -22,6 +22,7 @@ from outrider.distributed.ray_session import Session, on_node
 from outrider.distributed.weights import Carrier, ObjectStore
 from outrider.doctor import Check, report
 from outrider.errors import ClusterFault
+from outrider.printing import plural
 from outrider.smoke import save_model
 from outrider.trace import Leaf, Trace
 from outrider.training.settings import RunSettings
@@ -90,7 +91,10 @@ class _ClusterChecks:
         finally:
             marker.unlink()
         cpus = ray.cluster_resources().get("CPU", 0)
-        return f"{ray.__version__}, {len(self._node_reports)} node(s), {cpus:g} processors for actors"
+        return (
+            f"{ray.__version__}, {plural(len(self._node_reports), 'node')}, "
+            f"{plural(cpus, 'processor')} for actors"
+        )
 
     def _nodes(self) -> list[Mapping[str, Any]]:
         if not self._node_reports:

@@ -26,7 +26,7 @@ from outrider.downloads import (
     unpack,
 )
 from outrider.errors import ConfigError, DataError
-from outrider.printing import Terminal, print_lines
+from outrider.printing import Terminal, plural, print_lines
 
 LARGE: Final = 1_000_000_000
 """Bytes from which ``get`` needs ``--yes``."""
@@ -88,7 +88,7 @@ def _format_size(data_set: DataSet) -> str:
     if not data_set.files:
         return "nothing to download"
     unpacked = f", about {decimal(data_set.unpacked_bytes)} unpacked" if data_set.unpacked_bytes else ""
-    return f"{decimal(data_set.num_bytes)} in {len(data_set.default_files)} files{unpacked}"
+    return f"{decimal(data_set.num_bytes)} in {plural(len(data_set.default_files), 'file')}{unpacked}"
 
 
 def _describe_local(data_set: DataSet, folder: Path) -> str:
@@ -100,7 +100,7 @@ def _describe_local(data_set: DataSet, folder: Path) -> str:
     if not num_files and not num_parts:
         return "no"
     parts = f", {num_parts} incomplete" if num_parts else ""
-    return f"{num_files} of {len(data_set.default_files)} files in {folder}{parts}"
+    return f"{num_files} of {plural(len(data_set.default_files), 'file')} in {folder}{parts}"
 
 
 def _get(parsed: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_se
 from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, EnvironmentFault, ModelError, OutriderError
 from outrider.plugins.imports import describe_exception, search_folders
+from outrider.printing import plural
 from outrider.seeding import reset_seed
 from outrider.types import Message, Task, ToolSchema
 from outrider.viewer.trackers import require_installed
@@ -149,7 +150,7 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
         return
     renderer = load_renderer(settings, folder)
     ids = rendered_ids(prompt, renderer)
-    yield f"first prompt of {prompt.task.key}, {len(ids)} tokens as the chat template renders it:"
+    yield f"first prompt of {prompt.task.key}, {plural(len(ids), 'token')} as the chat template renders it:"
     yield from _truncate(rendered_text(ids, renderer).split("\n"))
 
 
@@ -192,7 +193,7 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
 
             demonstrations = read_demonstrations(file, train, settings.environment)
             num_demonstrated = sum(demonstrations.get(task.key) is not None for task in train)
-            yield f"{key}: {num_demonstrated} of {len(train)} training tasks have one"
+            yield f"{key}: {num_demonstrated} of {plural(len(train), 'training task')} have one"
     environment = settings.environment
     if environment.keeps_conversations and environment.rebuilt_prompt_tokens is None:
         yield "first prompt: written by the program; outrider prompt RECIPE starts it"
@@ -232,7 +233,8 @@ def work_lines(settings: "RunSettings") -> list[str]:
     lines = []
     if cold_start.num_examples:
         lines.append(
-            f"cold start: up to {cold_start.num_examples} demonstrations, {cold_start.max_steps} updates"
+            f"cold start: up to {plural(cold_start.num_examples, 'demonstration')}, "
+            f"{plural(cold_start.max_steps, 'update')}"
         )
     if not train.num_steps:
         return [*lines, "no training step (train.num_steps = 0)"]
@@ -244,7 +246,8 @@ def work_lines(settings: "RunSettings") -> list[str]:
         updates += f", {num_updates} times" if num_updates > 1 else ""
     max_tokens = settings.max_rollout_tokens
     lines.append(
-        f"a step: {train.tasks_per_step} groups of {settings.algorithm.group_size} rollouts "
+        f"a step: {plural(train.tasks_per_step, 'group')} of "
+        f"{plural(settings.algorithm.group_size, 'rollout')} "
         f"({num_rollouts}), at most {num_rollouts * max_tokens:,} response tokens ({max_tokens:,} each), "
         f"{updates}"
     )

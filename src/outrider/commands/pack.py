@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from outrider.commands import add_progress, describe
 from outrider.errors import ConfigError
-from outrider.printing import print_lines, shell_command
+from outrider.printing import plural, print_lines, shell_command
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,8 @@ def _pack(parsed: argparse.Namespace) -> int:
     )
     print_lines(
         *score_lines(parsed.out),
-        f"{parsed.out}: {len(manifest.files)} files; check it with: {shell_command('verify', parsed.out)}",
+        f"{parsed.out}: {plural(len(manifest.files), 'file')}; check it with: "
+        f"{shell_command('verify', parsed.out)}",
     )
     for name in manifest.runs:
         record = parsed.out / "runs" / name / "config.toml"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outrider.commands import describe
 from outrider.commands.train import recipe_changes
 from outrider.errors import ConfigError, OutriderError
-from outrider.printing import print_lines
+from outrider.printing import plural, print_lines
 from outrider.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
             factory.close()
     finally:
         family.close()
-    print_lines(f"task {task.key} (split {split}, {len(tasks)} tasks)", *prompt.lines())
+    print_lines(f"task {task.key} (split {split}, {plural(len(tasks), 'task')})", *prompt.lines())
     from outrider.engines.local.model import resolve_model
 
     renderer = load_renderer(settings, resolve_model(settings.model.name))
     ids = rendered_ids(prompt, renderer)
-    print_lines("", f"as the chat template of {settings.model.name} renders it: {len(ids)} ids", "")
+    print_lines("", f"as the chat template of {settings.model.name} renders it: {plural(len(ids), 'id')}", "")
     print_lines(*rendered_text(ids, renderer).split("\n"))
     if parsed.ids:
         print_lines("", " ".join(map(str, ids)))
@@ -94,6 +94,8 @@ def _find_task(tasks: "Sequence[Task]", task_id: str, split: str) -> "Task":
     if task_id.isdecimal() and int(task_id) < len(tasks):
         return tasks[int(task_id)]
     if task_id.isdecimal():
-        raise ConfigError(f"--task {task_id}: the split {split} has {len(tasks)} tasks, counted from 0")
+        raise ConfigError(
+            f"--task {task_id}: the split {split} has {plural(len(tasks), 'task')}, counted from 0"
+        )
     suggestion = did_you_mean(task_id, tasks_by_key)
     raise ConfigError(f"--task {task_id}: no task of the split {split} has this key{suggestion}")

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.commands import describe, positive
 from outrider.config import to_toml
 from outrider.errors import ConfigError
-from outrider.printing import print_lines
+from outrider.printing import plural, print_lines
 from outrider.protocols import (
     Difference,
     all_points,
@@ -171,12 +171,13 @@ def _cost(parsed: argparse.Namespace) -> int:
         num_games=parsed.games,
         num_thought_tokens=parsed.thought,
     )
-    table = FittedTable("samples", *(f"{n} turns" for n in bill.tokens), "mean prompt")
+    table = FittedTable("samples", *(plural(n, "turn") for n in bill.tokens), "mean prompt")
     for name in next(iter(bill.tokens.values())):
         counts = (f"{tokens[name]:,.0f}" for tokens in bill.tokens.values())
         table.add_row(name, *counts, f"{bill.prompts[name]:,.0f}" if name in bill.prompts else "")
     print_lines(
-        f"tokens that an update computes per episode of {parsed.name}, {bill.num_games} games, thoughts of "
+        f"tokens that an update computes per episode of {parsed.name}, "
+        f"{plural(bill.num_games, 'game')}, thoughts of "
         f"{parsed.thought} tokens, tokenizer of {settings.model.name}"
     )
     Terminal().print(table)

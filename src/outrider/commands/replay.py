@@ -5,7 +5,7 @@ from pathlib import Path
 
 from outrider.commands import describe
 from outrider.errors import ConfigError
-from outrider.printing import print_lines
+from outrider.printing import plural, print_lines
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,8 @@ def _inspect_log(parsed: argparse.Namespace) -> int:
     num_rollouts = len(evaluation.rollouts)
     print_lines(
         *evaluation.notes,
-        f"{parsed.out}: {num_rollouts} rollouts; open it with inspect view --log-dir {parsed.out.parent}",
+        f"{parsed.out}: {plural(num_rollouts, 'rollout')}; open it with inspect view --log-dir "
+        f"{parsed.out.parent}",
     )
     return 0
 

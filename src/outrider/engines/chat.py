@@ -30,7 +30,7 @@ from pydantic import Field, field_validator
 
 from outrider.config import Settings
 from outrider.errors import ConfigError, EngineFault, ModelError
-from outrider.printing import one_line
+from outrider.printing import one_line, plural
 from outrider.seeding import stream
 from outrider.tokens.call_formats import find_call_error, sanitize_call
 from outrider.tokens.template import CallShape
@@ -566,7 +566,7 @@ class ChatEndpoint:
             except Transient as problem:
                 if attempt == self.settings.max_retries:
                     raise EngineFault(
-                        f"{url}: gave up after {attempt + 1} tries, the last: {problem}"
+                        f"{url}: gave up after {plural(attempt + 1, 'try', 'tries')}, the last: {problem}"
                     ) from problem
                 with self._lock:
                     self.retries[problem.kind] += 1

@@ -1,7 +1,5 @@
 """The runs of a comparison: their costs, rewards and evaluations, read from disk."""
 
-import hashlib
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,9 @@ from outrider.evaluation.statistics import (
     verdict,
 )
 from outrider.metrics import WRITTEN_TOKENS
+from outrider.printing import plural
 from outrider.protocols import differing_points
+from outrider.viewer.configuration import algorithm_name, comparable, digest, is_trained
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 # axes of curves, and the metrics of a step that are summed for them
@@ -165,7 +165,8 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
                 [values.get(step, 0.0) + sum(curve.get(step) or 0.0 for curve in others) for step in steps]
             )
             if len(values) < len(steps):
-                notes.append(f"{len(steps) - len(values)} step(s) without {metric} count as 0")
+                counted = plural(len(steps) - len(values), "step counts", "steps count")
+                notes.append(f"{counted} as 0 without {metric}")
     return costs
 
 
@@ -179,45 +180,14 @@ def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
         evaluation for evaluation in ascending if evaluation.conditions == ascending[-1].conditions
     )
     if len(comparable) < len(ascending):
-        notes.append(
-            f"{len(ascending) - len(comparable)} evaluation(s) on another panel than the last are left out"
-        )
+        others = plural(len(ascending) - len(comparable), "evaluation")
+        notes.append(f"left out: {others} on another panel than the last")
     return comparable
 
 
 # Grouping of runs that differ only in the seed, labels of groups, and settings in which groups differ.
 
 
-_SAME_TRAINING: Final = frozenset((
-    "seed", "num_threads", "trackers", "train.checkpoint_every", "train.keep_checkpoints",
-    "train.max_concurrent", "train.max_retries", "train.expert_timeout_s", "train.watchdog_s",
-    "protocol", "protocol_sha256",
-))  # fmt: skip
-# differ between seeds: only whether they are set counts
-STARTS: Final = frozenset(("model.initial_checkpoint", "buffer.path"))
-_BUDGET: Final = (
-    "train.max_policy_tokens"  # depends on the cost of another run: only whether it is set counts
-)
-_ADAPTATION: Final = frozenset(("evaluation.num_trials", "evaluation.memory"))
-# settings added in later versions, with the value that matches the behaviour of earlier versions
-_ADDED: Final = frozenset(
-    (
-        ("train.stages", "[]"),
-        ("environment.response_format", "refuse"),
-        ("environment.ignored_fields", "[]"),
-        ("environment.result_tag", "result"),
-        ("environment.context", "chat"),
-        ("environment.max_answers", "1"),
-        ("environment.actions", "templates"),
-        ("environment.success_at", "full"),
-        ("environment.reward", "score"),
-        ("algorithm.invalid_penalty", "0.0"),
-        ("algorithm.statistics", "rollouts"),
-        ("algorithm.bonus", "none"),
-        ("algorithm.distill.place", "first"),
-        ("update.mini_batch_samples", "none"),
-    )
-)
 _NUM_DIGITS: Final = 6  # of a hash in a label
 
 
@@ -231,7 +201,7 @@ def group_runs(runs: Sequence[ComparedRun]) -> dict[str, tuple[ComparedRun, ...]
     """
     runs_by_key: dict[tuple[str, str, str], list[ComparedRun]] = {}
     for run in runs:
-        key = (algorithm_name(run.config), _digest(comparable(run.config)), _digest(comparable(run.settings)))
+        key = (algorithm_name(run.config), digest(comparable(run.config)), digest(comparable(run.settings)))
         runs_by_key.setdefault(key, []).append(run)
     for members in runs_by_key.values():
         _check_seeds(members)
@@ -280,35 +250,6 @@ def differing(groups: Mapping[str, Sequence[ComparedRun]]) -> tuple[tuple[str, t
     return tuple(rows)
 
 
-def is_trained(config: Mapping[str, str]) -> bool:
-    """Whether the run trained weights, in training steps or a cold start."""
-    return config.get("train.num_steps") != "0" or config.get("cold_start.num_examples", "0") != "0"
-
-
-def comparable(config: Mapping[str, str]) -> dict[str, str]:
-    """The settings that determine the trained policy."""
-    # without training, the path of the weights is a setting that matters
-    presence_keys = {_BUDGET, *(STARTS if is_trained(config) else ())}
-    unread = ["tracking."]
-    # These have no effect beside others, and earlier versions did not record them.
-    if config.get("environment.context", "chat") == "chat":
-        unread.append("environment.window.")
-    if "algorithm.episode_statistics" in config:  # the older name of the same setting
-        unread.append("algorithm.statistics")
-    return {
-        key: ("none" if value == "none" else "given") if key in presence_keys else value
-        for key, value in {_BUDGET: "none", **config}.items()
-        if key not in _SAME_TRAINING
-        and not key.startswith(tuple(unread))
-        and (key, value) not in _ADDED
-        and (not key.startswith("evaluation.") or key in _ADAPTATION)
-    }
-
-
-def _digest(settings: Mapping[str, str]) -> str:
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
 def _check_seeds(members: Sequence[ComparedRun]) -> None:
     seeds = [run.config["seed"] for run in members]
     if len(members) > 1 and not is_trained(members[0].config):
@@ -322,14 +263,6 @@ def _check_seeds(members: Sequence[ComparedRun]) -> None:
             raise Incomparable(
                 f"{twin.name} and {run.name} have one configuration and one seed: leave one of them out"
             )
-
-
-def algorithm_name(config: Mapping[str, str]) -> str:
-    """Name of a training's group: the preset, or the algorithm."""
-    name = config["algorithm.type"]
-    if name == "rapo" and config.get("algorithm.num_hybrid") == "0":
-        return "grpo"  # the same, bit for bit
-    return config.get("algorithm.preset", name)
 
 
 # Curves of groups of runs over common costs: binned training reward, and held-out scores that are linearly
@@ -417,6 +350,7 @@ def _score_line(run: ComparedRun, axis: str) -> tuple[Scores, Scores]:
 class Group:
     """Runs of one configuration. ``score`` is the interquartile mean of their last evaluations, ``best`` that
     of their best ones (None if one has none); ``costs`` are mean totals at the end of training.
+    ``seed_scores`` are the last scores of the runs, over the same tasks as ``score``; empty without one.
     """
 
     label: str
@@ -424,6 +358,7 @@ class Group:
     score: Estimate | None
     best: Estimate | None
     costs: Mapping[str, float]
+    seed_scores: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -497,6 +432,7 @@ def compare(paths: Sequence[Path], *, seed: int = 0) -> Comparison:
                 for axis in AXES
                 if all(axis in run.costs for run in members)
             },
+            seed_scores=tuple(samples[label].scores.mean(axis=1).tolist()) if label in samples else (),
         )
         for label, members in runs_by_label.items()
     ]
@@ -530,7 +466,7 @@ def _without_curve(runs: Sequence[ComparedRun], curves: Sequence[Curves]) -> lis
     if not single_runs or any(curve.quantity == SCORE for curve in curves):
         return []
     num_others = len(single_runs) - 1
-    others = f" and {num_others} other run{'s' if num_others > 1 else ''}" if num_others else ""
+    others = f" and {plural(num_others, 'other run')}" if num_others else ""
     return [f"no curve of held-out scores: {single_runs[0]}{others} had one evaluation only"]
 
 

@@ -12,17 +12,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
+from markupsafe import Markup
 from rich.console import Console
 from rich.text import Text
 
 from outrider.config import NONE
-from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, compare
+from outrider.evaluation.compare import AXES, SCORE, ComparedRun, Comparison, Curves, Group, Pair, compare
 from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Estimate, Scores
 from outrider.files import replace_file
-from outrider.printing import FittedTable, is_graded, one_line, points, score
+from outrider.printing import FittedTable, is_graded, one_line, plural, points, score
 from outrider.protocols import COMPARABLE, all_points
+from outrider.viewer.configuration import is_trained
 from outrider.viewer.report import page_template, score_mark
-from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
+from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart, ticks
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
 _COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note reports unequal costs
@@ -31,27 +33,43 @@ CONDITIONS: Final = ("environment.", "rollout.")  # settings that training and t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTable:
-    """A table of plain text that every output draws in its own way."""
+    """A table of plain text that every output draws in its own way. A page folds one that is
+    ``is_detail``.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str
+    is_detail: bool = False
 
 
 def verdicts(comparison: Comparison) -> list[str]:
-    """One sentence per pair of groups."""
-    sentences: list[str] = []
-    for pair in comparison.pairs:
-        winner = pair.verdict.winner
-        if winner is None:
-            reasons = "; ".join(pair.verdict.reasons)
-            sentences.append(f"No winner between {pair.first} and {pair.second}: {reasons}.")
-        else:
-            loser = pair.second if winner == pair.first else pair.first
-            gain = f"{_gain(pair.difference)} ({pair.first} - {pair.second})"
-            sentences.append(f"{winner} scores higher than {loser}: {gain}.")
-    return sentences or ["No two groups have scores to compare."]
+    """One sentence per pair of groups, without p values."""
+    return [_verdict(pair) for pair in comparison.pairs] or ["No two groups have scores to compare."]
+
+
+def _verdict(pair: Pair) -> str:
+    first, second, difference = pair.first, pair.second, pair.difference
+    # The sign of the sentence is that of the group that it names first.
+    if pair.verdict.winner == second or (pair.verdict.winner is None and difference.value < 0):
+        first, second = second, first
+        difference = Estimate(value=-difference.value, low=-difference.high, high=-difference.low)
+    gain = f"{_signed(difference.value)} points"
+    if difference.has_interval:
+        gain += f", between {_signed(difference.low)} and {_signed(difference.high)}"
+    if pair.verdict.winner is not None:
+        return f"{first} scores higher than {second}: {gain}."
+    parts = [f"{gain} ({first} - {second})", *pair.verdict.missing]
+    includes_0 = difference.has_interval and difference.low <= 0 <= difference.high
+    conclusion = "No difference shown" if includes_0 else "No difference established"
+    return f"{conclusion} between {first} and {second}: {'; '.join(parts)}."
+
+
+def _signed(share: float) -> str:
+    """A difference of shares in points, with one digit behind the point only below 10."""
+    value = 100 * share
+    return f"{value:+.0f}" if abs(value) >= 9.95 else f"{value:+.1f}"
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -66,7 +84,7 @@ def notes(comparison: Comparison) -> list[str]:
         messages.append("all runs have one configuration: there is nothing to compare but their seeds")
     scored = [run for run in runs if run.evaluations]
     messages += [
-        f"{run.name}: {num} rollout(s) of the last evaluation ended in a fault and are in no score"
+        f"{run.name}: {plural(num, 'rollout')} of the last evaluation ended in a fault, without a score"
         for run in scored
         if (num := run.evaluations[-1].num_faults)
     ]
@@ -75,10 +93,11 @@ def notes(comparison: Comparison) -> list[str]:
         messages.append(f"no scores of single tasks: {missing or 'the runs have no scored task in common'}")
     elif comparison.num_left_out:
         messages.append(
-            f"{comparison.num_left_out} task(s) are left out: a fault kept them from being scored in some run"
+            f"{plural(comparison.num_left_out, 'task is', 'tasks are')} left out: a fault kept them "
+            "from being scored in some run"
         )
     if few := sorted({len(group.runs) for group in comparison.groups if group.score} & COVERAGE.keys()):
-        shares = ", ".join(f"with {num} seeds about {COVERAGE[num]} %" for num in few)
+        shares = ", ".join(f"with {plural(num, 'seed')} about {COVERAGE[num]} %" for num in few)
         messages.append(
             "a bootstrap interval over so few seeds is too narrow: "
             f"{shares} of such intervals hold the true value, not 95 %"
@@ -139,6 +158,17 @@ def tables(comparison: Comparison) -> list[TextTable]:
     every = [
         _group_table(comparison),
         _pair_table(comparison),
+        TextTable(
+            title="Why no winner",
+            columns=("groups", "reason"),
+            rows=tuple(
+                (f"{pair.first} - {pair.second}", reason)
+                for pair in comparison.pairs
+                for reason in pair.verdict.reasons
+            ),
+            caption="Each reason is enough.",
+            is_detail=True,
+        ),
         _cost_table(comparison),
         _run_table(comparison),
         points,
@@ -155,11 +185,11 @@ def _group_table(comparison: Comparison) -> TextTable:
         if conditions
         else ""
     )
-    over = "seeds" if comparison.num_tasks is None else f"seeds and {comparison.num_tasks} tasks"
+    over = "seeds" if comparison.num_tasks is None else f"seeds and {plural(comparison.num_tasks, 'task')}"
     num_tasks = comparison.num_tasks or (conditions.num_tasks if conditions else 0)
     graded = _is_graded(comparison)
     rows = tuple(
-        (group.label, str(len(group.runs)), str(num_tasks),
+        (_described(group), str(len(group.runs)), str(num_tasks),
          *("not measured" if value is None else _percent(value) for value in (group.score, group.best)),
          _gain_of_best(group.runs),
          *((_mean_return(group.runs),) if graded else ()),
@@ -186,6 +216,12 @@ def _group_table(comparison: Comparison) -> TextTable:
         "score if the policy does not change. Costs: means over runs, of training steps only: no cold start, "
         "no evaluation, and a step that was taken again after a stop counts once.",
     )
+
+
+def _described(group: Group) -> str:
+    """The label, and whether its algorithm trained nothing: it is also that of an imitation's recipe."""
+    imitates = group.runs[0].config.get("train.num_steps") == "0" and is_trained(group.runs[0].config)
+    return f"{group.label} (imitation only)" if imitates else group.label
 
 
 def _differing_play(comparison: Comparison) -> str:
@@ -223,6 +259,7 @@ def _pair_table(comparison: Comparison) -> TextTable:
         "of the difference without 0. The test over tasks takes the trained policies as given; the "
         "one over seeds (Welch's) and the interval ask for other seeds. A chance of 1.00 [1.00, "
         "1.00] says that every run of one side is higher, not that every other run would be.",
+        is_detail=True,
     )
 
 
@@ -350,6 +387,7 @@ class Report:
     notes: Sequence[str]
     figures: Sequence[Figure]
     verdicts: Sequence[str] = ()
+    groups: Sequence[Group] = ()
 
 
 def make_report(comparison: Comparison) -> Report:
@@ -372,6 +410,7 @@ def make_report(comparison: Comparison) -> Report:
         tables=tables(comparison),
         notes=notes(comparison),
         figures=figures,
+        groups=comparison.groups,
     )
 
 
@@ -460,12 +499,63 @@ def to_html(report: Report) -> str:
     return page_template(_TEMPLATE).render(
         title=report.title,
         num_styles=MAX_SERIES,
+        picture=_seed_dots([group for group in report.groups if group.score is not None]),
         verdicts=report.verdicts,
         tables=report.tables,
         letters=[(name, label) for label, name in names.items() if name != label],
         figures=figures,
         notes=report.notes,
     )
+
+
+_LEFT, _WIDTH, _ROW = 12, 760, 44  # units of the drawing of seeds
+
+
+def _seed_dots(groups: Sequence[Group]) -> Markup:
+    """The final score of every seed as a dot, and the groups' means with their intervals, as an ``<svg>``
+    element; empty without groups.
+    """
+    if not groups:
+        return Markup("")
+    ends = [end for group in groups for end in group.seed_scores]
+    ends += [end for group in groups if group.score for end in (group.score.low, group.score.high)]
+    known = [end for end in ends if math.isfinite(end)]
+    scale = ticks(min(known), max(known))
+    bottom = _ROW * len(groups) + 8
+
+    def x(value: float) -> float:
+        share = (value - scale[0]) / (scale[-1] - scale[0])
+        return round(_LEFT + 8 + share * (_WIDTH - 2 * _LEFT - 16), 1)
+
+    parts = [Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, bottom, _WIDTH - _LEFT)]
+    for tick in scale:
+        parts.append(Markup('<path class="grid" d="M{} 8V{}"/>').format(x(tick), bottom))
+        text = Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>')
+        parts.append(text.format(x(tick), bottom + 16, number(100 * tick)))
+    for index, group in enumerate(groups):
+        assert group.score is not None
+        style, y = index % MAX_SERIES, _ROW * index + 34
+        parts.append(
+            Markup('<text class="title" x="{}" y="{}">{}</text>').format(_LEFT, y - 14, _described(group))
+        )
+        if group.score.has_interval:
+            line = Markup('<path class="range s{}" d="M{} {}H{}"/>')
+            parts.append(line.format(style, x(group.score.low), y, x(group.score.high)))
+        drawn: list[float] = []
+        for run, value in zip(group.runs, group.seed_scores, strict=True):
+            offset = 5 * min(2, sum(abs(other - x(value)) < 5 for other in drawn))  # dots at one place
+            drawn.append(x(value))
+            dot = Markup('<circle class="seed s{}" cx="{}" cy="{}" r="5"><title>{}: {}</title></circle>')
+            parts.append(dot.format(style, x(value), y + offset, run.name, score(value)))
+        mean = Markup('<path class="dot s{}" d="M{} {}l5 8l-5 8l-5 -8z"><title>{}</title></path>')
+        parts.append(mean.format(style, x(group.score.value), y - 8, f"mean: {_percent(group.score)}"))
+    summary = "; ".join(
+        f"{_described(group)}: mean {_percent(group.score)}, seeds {', '.join(map(score, group.seed_scores))}"
+        for group in groups
+        if group.score is not None
+    )
+    head = Markup('<svg class="seeds" viewBox="0 0 {} {}" role="img" aria-label="Final scores. {}">')
+    return head.format(_WIDTH, bottom + 24, summary) + Markup("").join(parts) + Markup("</svg>")
 
 
 def _points(x: Scores, band: Band) -> tuple[Point, ...]:

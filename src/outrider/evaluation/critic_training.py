@@ -13,7 +13,7 @@ from outrider.errors import DataError
 from outrider.files import readable
 from outrider.memory.chat_files import import_trajectories
 from outrider.memory.embedders import load_embedder
-from outrider.printing import print_lines
+from outrider.printing import plural, print_lines
 from outrider.types import Message, Origin, Step, Trajectory
 from outrider.viewer.records import TraceReader, TraceRow, last_episode
 
@@ -114,7 +114,7 @@ class _LossPrinter:
         self._losses.append((value_loss, quality_loss))
         if number % self._every == 0 or number == self._num_updates:
             values, qualities = (fmean(part) for part in zip(*self._losses, strict=True))
-            progress = f"{number} of {self._num_updates} updates"
+            progress = f"{number} of {plural(self._num_updates, 'update')}"
             print_lines(f"critic: {progress}, loss of V {values:.3g}, of Q {qualities:.3g}")
             self._losses.clear()
 
@@ -135,7 +135,8 @@ def train_critic(
     turns = encode_turns(trajectories, embedder)
     mean = fmean(trajectory.reward for trajectory in trajectories)
     print_lines(
-        f"critic: {len(trajectories)} trajectories, {len(turns.rewards_N)} turns, mean return {mean:.3g}"
+        f"critic: {plural(len(trajectories), 'trajectory', 'trajectories')}, "
+        f"{plural(len(turns.rewards_N), 'turn')}, mean return {mean:.3g}"
     )
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

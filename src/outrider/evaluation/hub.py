@@ -29,7 +29,7 @@ from outrider.errors import ConfigError, HubError
 from outrider.memory.chat_files import SUFFIXES, Imported, import_trajectories
 from outrider.memory.step_store import Database, check_file, check_schema, copy_database, load_all, meta
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import format_mean_return, one_line, score
+from outrider.printing import format_mean_return, one_line, plural, score
 from outrider.protocols import compare_settings, find_protocol, protocol_names
 from outrider.resolved import leaves
 from outrider.training.checkpoint import checkpoint_step
@@ -264,7 +264,7 @@ def model_card(
         template: The chat template.
     """
     name, license_name = base
-    method = settings.algorithm.type.rpartition(":")[2]
+    method = run.method.rpartition(":")[2]
     data = ModelCardData(
         license=license_name or None,
         base_model=name or None,
@@ -280,7 +280,7 @@ def model_card(
         f"---\n{data.to_yaml()}\n---",
         f"# {repo.rpartition('/')[2]}",
         f"{name or 'a model from a folder'}, trained with `{method}` on tasks of `{environment}` by "
-        f"Outrider {__version__}: {step} steps, "
+        f"Outrider {__version__}: {plural(step, 'step')}, "
         f"{tokens:,.0f} policy tokens, seed {settings.seed}.",
         "" if license_name else "The licence of the model that training began with applies.",
         _scores(run.evaluations, step),

@@ -20,6 +20,7 @@ from outrider.evaluation.grading import RETURN
 from outrider.evaluation.report import requested_samples
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results, summarise
 from outrider.evaluation.tasks import EvalTasksSettings, load_tasks
+from outrider.printing import plural
 from outrider.rollout.evaluate import interval
 from outrider.tokens.call_formats import get_call_format
 from outrider.tokens.tool_calls import split_thinking
@@ -455,7 +456,9 @@ def load_tasks_evaluation(folder: Path) -> LoggedEvaluation:
     is_complete = len(results) >= num_requested if tasks else (folder / SUMMARY).is_file()
     if not is_complete:
         reason = (
-            f"{len(results)} of {num_requested} samples are on file" if tasks else f"there is no {SUMMARY}"
+            f"{len(results)} of {plural(num_requested, 'sample is', 'samples are')} on file"
+            if tasks
+            else f"there is no {SUMMARY}"
         )
         notes.append(f"{reason}: the evaluation has not ended")
     form = None if settings.environment is None else settings.environment.call_format

@@ -25,7 +25,7 @@ from outrider.evaluation.packs import (
     read_exact,
     read_recipe,
 )
-from outrider.printing import score
+from outrider.printing import plural, score
 from outrider.training.adaptation import adapt
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
@@ -65,7 +65,9 @@ class Replayed:
         packed = score(self.recorded, self.low, self.high, is_share=self.is_share)
         measured = score(self.measured, is_share=self.is_share)
         kind = "" if self.is_share else "expected return (no share) "
-        tasks = "" if self.num_different is None else f", {self.num_different} tasks with another score"
+        tasks = (
+            "" if self.num_different is None else f", {plural(self.num_different, 'task')} with another score"
+        )
         verdict = "agrees" if self.agrees else "does NOT agree"
         return f"{self.row}: {kind}{packed} in the pack, {measured} replayed{tasks}: it {verdict}"
 

@@ -33,16 +33,17 @@ from outrider.algorithms.loss_settings import migrate_keys
 from outrider.config import to_toml
 from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, DataError, OutriderError, PackError
-from outrider.evaluation.compare import AXES, checkpoint_rule, is_trained, load_run, run_names, unfinished
+from outrider.evaluation.compare import AXES, checkpoint_rule, load_run, run_names, unfinished
 from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
 from outrider.files import replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
-from outrider.printing import score
+from outrider.printing import plural, score
 from outrider.protocols import run_difference
 from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
+from outrider.viewer.configuration import is_trained
 from outrider.viewer.run_reader import finite
 
 FORMAT: Final = "outrider pack 2"
@@ -705,7 +706,7 @@ def score_lines(pack: Path) -> list[str]:
         )
         value = score(row["score"], row["ci_low"], row["ci_high"])
         label = evaluation_label(row["label"], panel)
-        lines.append(f"{name}, {label}: {value} on {row['num_tasks']} tasks; {conditions}")
+        lines.append(f"{name}, {label}: {value} on {plural(row['num_tasks'], 'task')}; {conditions}")
     return lines
 
 

@@ -23,7 +23,7 @@ from outrider.evaluation.report import EvalTasksReport, build_report, requested_
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings, choose_scorer, judge_identity, load_tasks
 from outrider.files import replace_file
-from outrider.printing import FittedTable, Terminal, one_line, print_lines, score
+from outrider.printing import FittedTable, Terminal, one_line, plural, print_lines, score
 from outrider.types import Json
 
 FORMAT: Final = "outrider regrade 1"
@@ -50,7 +50,7 @@ def _describe_verdict(result: SampleResult) -> str:
 def describe_changes(regraded: RegradeReport) -> list[str]:
     """Report the number of changed verdicts, and list them."""
     changed = regraded.changed
-    lines = [f"{len(changed)} of {regraded.num_graded} verdicts changed"]
+    lines = [f"{len(changed)} of {plural(regraded.num_graded, 'verdict')} changed"]
     lines += [
         one_line(
             f"  {old.task_key}, sample {old.sample}: was {_describe_verdict(old)}; is "
@@ -69,7 +69,7 @@ def side_by_side(regraded: RegradeReport) -> FittedTable:
     before, after = (
         {entry.name: entry for entry in report.scores} for report in (regraded.before, regraded.after)
     )
-    title = f"{regraded.after.name}, {regraded.after.num_tasks} tasks"
+    title = f"{regraded.after.name}, {plural(regraded.after.num_tasks, 'task')}"
     table = FittedTable("score", "before [95 %]", "now [95 %]", "tasks", title=title)
     for name in {**after, **before}:
         old, new = before.get(name), after.get(name)

@@ -11,7 +11,7 @@ from rich.text import Text
 from outrider.evaluation.grading import RETURN, Scorer, Variant, find_variant
 from outrider.evaluation.results import EvalTasksSummary, SampleResult, summarise
 from outrider.evaluation.tasks import EvalTasks, EvalTasksSettings
-from outrider.printing import FittedTable, one_line, score
+from outrider.printing import FittedTable, one_line, plural, score
 from outrider.rollout.evaluate import interval
 from outrider.types import Json
 
@@ -116,7 +116,7 @@ class EvalTasksReport:
 
     def table(self) -> FittedTable:
         """The scores."""
-        title = f"{self.name}, {self.num_tasks} tasks"
+        title = f"{self.name}, {plural(self.num_tasks, 'task')}"
         table = FittedTable("score", "value [95 % interval]", "tasks", title=title, caption=self.score_mark)
         for entry in self.scores:
             name = entry.name if entry.is_share else f"{entry.name} (no share)"
@@ -126,7 +126,7 @@ class EvalTasksReport:
     def lines(self) -> Sequence[str]:
         """Lines with the information that is not in the table."""
         summary = self.summary
-        scored = f"{summary.num_scored} of {self.num_requested} samples scored"
+        scored = f"{summary.num_scored} of {plural(self.num_requested, 'sample')} scored"
         lines = [
             f"{scored}: {', '.join(f'{count} {name}' for name, count in summary.outcomes.items()) or 'none'}"
         ]
@@ -146,7 +146,7 @@ class EvalTasksReport:
             if uncounted == summary.num_scored:
                 tokens = "tokens that the server did not count"
             elif uncounted:
-                tokens += f" ({uncounted} answers came without a count)"
+                tokens += f" ({plural(uncounted, 'answer')} came without a count)"
             lines.append(f"an answer: {tokens}, {summary.num_tool_calls:.2f} tool calls")
         if summary.num_scored and self.has_tools:
             used = f"{score(summary.tool_usage_rate)} of the answers used a tool"
@@ -154,7 +154,7 @@ class EvalTasksReport:
         lines += [f"{name}: {value:.2f}" for name, value in self.counts.items() if value]
         lines += [f"rules: {deviation}" for deviation in self.deviations]
         if self.num_left_out:
-            lines.append(f"{self.num_left_out} tasks left out: they need an attachment")
+            lines.append(f"{plural(self.num_left_out, 'task')} left out: an attachment is needed")
         split = f"split {self.split}, " if self.split else ""
         settings = [f"{key} {self.identity[key]}" for key in _SAMPLING if key in self.identity]
         return [

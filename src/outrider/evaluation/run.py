@@ -32,7 +32,7 @@ from outrider.evaluation.tasks import (
     write_settings,
 )
 from outrider.files import replace_file
-from outrider.printing import Terminal, print_lines
+from outrider.printing import Terminal, plural, print_lines
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import require_results, require_room
@@ -262,7 +262,7 @@ def evaluate_tasks(settings: EvalTasksSettings, folder: Path, *, progress: Progr
         display.note(
             f"{report.name}: "
             + ", ".join(f"{entry.name} {entry.text}" for entry in report.scores[:1])
-            + f" on {report.num_tasks} tasks, {report.num_faults} faults",
+            + f" on {plural(report.num_tasks, 'task')}, {plural(report.num_faults, 'fault')}",
             event="evaluation",
             **{name: value for name, value in report.as_json().items() if name not in _NOT_IN_LOG},
             summary=str(folder / SUMMARY),

@@ -23,6 +23,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from outrider.printing import plural
 from outrider.seeding import stream
 
 Scores: TypeAlias = npt.NDArray[np.float64]
@@ -283,10 +284,13 @@ class PairedTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The name of the better group, or None with the reasons why the data support no conclusion."""
+    """The name of the better group, or None with the reasons why the data support no conclusion. The first
+    of them, ``missing``, are data that a test would need.
+    """
 
     winner: str | None
     reasons: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
 def paired_test(first: Scores, second: Scores, *, seed: int) -> PairedTest:
@@ -417,13 +421,13 @@ def verdict(
     test over seeds, and one in thirty with it. If seeds either succeed or fail, it is one in eight, because
     no test of three seeds can distinguish this from a difference (``tests/evaluation/test_significance.py``).
     """
-    reasons = list(obstacles)
+    missing, reasons = list(obstacles), list[str]()
     for sample in (first, second):
         if sample.num_runs < MIN_SEEDS:
-            seeds = "1 seed" if sample.num_runs == 1 else f"{sample.num_runs} seeds"
-            reasons.append(f"{sample.name} has {seeds}, at least {MIN_SEEDS} are needed")
+            seeds = plural(sample.num_runs, "seed")
+            missing.append(f"{sample.name} has {seeds}, at least {MIN_SEEDS} are needed")
     if test is None or p_corrected is None:
-        reasons.append("no paired test: the evaluations have no scores of single tasks")
+        missing.append("no paired test: the evaluations have no scores of single tasks")
     elif p_corrected >= ALPHA:
         reasons.append(f"over tasks, p = {p_corrected:.3g} is not below {ALPHA:g}")
     elif test.mean_difference * difference.value <= 0:
@@ -432,6 +436,6 @@ def verdict(
         reasons.append(f"over seeds, p = {p_seeds:.3g} is not below {ALPHA:g}")
     if difference.has_interval and difference.low <= 0 <= difference.high:
         reasons.append("the interval of the difference includes 0")
-    if reasons:
-        return Verdict(winner=None, reasons=tuple(reasons))
+    if missing or reasons:
+        return Verdict(winner=None, reasons=(*missing, *reasons), missing=tuple(missing))
     return Verdict(winner=first.name if difference.value > 0 else second.name, reasons=())

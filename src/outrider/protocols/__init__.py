@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from outrider.errors import ConfigError
 from outrider.plugins.registry import expand_preset, load_settings_class
+from outrider.printing import plural
 from outrider.suggestions import did_you_mean
 
 _POINTS: Final = "points"
@@ -324,7 +325,8 @@ class Difference:
         """The number of points by status, in a line."""
         counts = {status: len(self.with_status(status)) for status in Status}
         return (
-            f"{self.left} and {self.right}: {counts[Status.SAME]} points are the same, "
+            f"{self.left} and {self.right}: {plural(counts[Status.SAME], 'point is', 'points are')} "
+            "the same, "
             f"{counts[Status.DIFFERS]} differ, {counts[Status.CANNOT]} cannot be expressed, "
             f"{counts[Status.UNKNOWN]} are unknown"
         )

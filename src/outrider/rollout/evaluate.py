@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.printing import points
+from outrider.printing import plural, points
 from outrider.rollout.faults import require_results
 from outrider.rollout.scheduler import Rollouts
 from outrider.seeding import stream
@@ -184,7 +184,7 @@ class PairedGain:
     def __str__(self) -> str:
         """Format the gain in one line, in percentage points."""
         gained = points(self.difference, self.ci_low, self.ci_high)
-        return f"{gained} over {self.earlier!r}, the same {self.num_tasks} tasks and draws"
+        return f"{gained} over {self.earlier!r}, the same {plural(self.num_tasks, 'task')} and draws"
 
 
 def paired_gain(

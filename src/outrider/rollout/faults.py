@@ -19,6 +19,7 @@ from outrider.errors import (
     ToolFault,
     UnusableReward,
 )
+from outrider.printing import plural
 from outrider.rollout.settings import Limits
 from outrider.tools.base import CallClock
 from outrider.trace import REBUILT, Leaf, Node, Trace, split_contexts, split_episodes
@@ -369,6 +370,7 @@ def require_room(traces: Sequence[Trace], *, context_length: int) -> list[str]:
         )
     longest = max(lengths.values())
     return [
-        f"{num} of {len(rollouts)} rollouts have a prompt that leaves the policy no room; {room}, the "
+        f"{num} of {plural(len(rollouts), 'rollout')} have a prompt that leaves the policy no room; "
+        f"{room}, the "
         f"longest prompt has {longest}"
     ]

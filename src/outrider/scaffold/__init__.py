@@ -15,7 +15,7 @@ from outrider import __version__
 from outrider.errors import ConfigError
 from outrider.files import replace_file
 from outrider.plugins.registry import BUILT_IN, Kind
-from outrider.printing import print_lines, shell_command
+from outrider.printing import plural, print_lines, shell_command
 
 _KINDS: Final[Mapping[str, Kind]] = {
     "environment": "environments",
@@ -54,7 +54,7 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         replace_file(folder / path, text.encode())
     print_lines(
-        f"{folder}: {len(files)} files. Next:",
+        f"{folder}: {plural(len(files), 'file')}. Next:",
         f"  pip install -e {shlex.quote(str(folder))}",
         f"  pytest {shlex.quote(str(folder))}",
         f"  {shell_command('train', folder / 'recipe.toml', '--run', f'runs/{name}')}",

@@ -18,7 +18,7 @@ from outrider.algorithms.tips import TIPS_ON, MemorySettings, TipHook
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.memory.embedders import load_embedder
-from outrider.printing import FittedTable, Terminal, score
+from outrider.printing import FittedTable, Terminal, plural, score
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons, require_room
@@ -175,9 +175,14 @@ def _run_trials(
         for line in require_room(traces, context_length=parts.engine.context_length):
             display.note(f"{label}: {line}")
         if own.num_retries:
-            display.note(f"{label}: {own.num_retries} tries were repeated after a fault")
+            display.note(
+                f"{label}: {plural(own.num_retries, 'try was', 'tries were')} repeated after a fault"
+            )
         if lost := lost_reasons(traces):
-            display.note(f"{label}: {len(lost)} rollouts were lost to faults: {fault_line(lost)}")
+            display.note(
+                f"{label}: {plural(len(lost), 'rollout was', 'rollouts were')} lost to faults: "
+                f"{fault_line(lost)}"
+            )
         evaluation = own
         if hook.retries_failures:
             for trace in traces:
@@ -206,7 +211,7 @@ def _run_trials(
         trackers.log(trial, evaluation_metrics(evaluation))
         display.note(
             f"{label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)} on "
-            f"{evaluation.num_tasks} tasks, {evaluation.num_faults} faults",
+            f"{plural(evaluation.num_tasks, 'task')}, {plural(evaluation.num_faults, 'fault')}",
             event="evaluation",
             **evaluation_fields(evaluation),
         )

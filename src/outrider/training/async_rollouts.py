@@ -21,6 +21,7 @@ from pydantic import TypeAdapter
 
 from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
+from outrider.printing import plural
 from outrider.rollout.branching import Expansion
 from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Insertion, Leaf, Node, Trace
@@ -504,6 +505,9 @@ def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], N
         snapshot=state.queue_snapshot,
     )
     if queue.num_restarted_groups:
-        note(f"{queue.num_restarted_groups} groups that had not ended at the checkpoint start again")
+        note(
+            f"{plural(queue.num_restarted_groups, 'group')} that had not ended at the checkpoint "
+            "will start again"
+        )
     state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
     return queue

@@ -17,7 +17,7 @@ from outrider.memory import chat_files as sources
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import BuildReport
-from outrider.printing import FittedTable, Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, plural, print_lines
 from outrider.rollout.endpoint import Collector
 from outrider.training.experts import CollectionLog, fill_buffer
 from outrider.training.settings import RunSettings
@@ -64,7 +64,7 @@ def build_buffer(
                 _fill_with_endpoint(buffer, collector, log, tasks, settings, num_trajectories)
             if len(buffer) == 0:
                 raise DataError(f"{out}: no trajectory has entered the buffer")
-            print_lines(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+            print_lines(f"{out}: {plural(len(buffer), 'step')}, revision {buffer.revision}")
     finally:
         task_set.close()
         factory.close()
@@ -95,14 +95,14 @@ def import_trajectories(
             done += len(portion)
             left = (time.monotonic() - began) / done * (len(imported.trajectories) - done)
             print_lines(
-                f"import: {done} of {len(imported.trajectories)} trajectories, "
-                f"{len(buffer)} steps, about {left:.0f} s left"
+                f"import: {done} of {plural(len(imported.trajectories), 'trajectory', 'trajectories')}, "
+                f"{plural(len(buffer), 'step')}, about {left:.0f} s left"
             )
         counts = {"num_malformed": len(imported.problems), **_totals(reports)}
         left_out = {f"left out: {name}": count for name, count in imported.dropped.items()}
         _print_counts(f"import of {file.name}", counts | left_out)
         _print_some("malformed", imported.problems)
-        print_lines(f"{out}: {len(buffer)} steps, revision {buffer.revision}")
+        print_lines(f"{out}: {plural(len(buffer), 'step')}, revision {buffer.revision}")
     return 0
 
 
@@ -235,7 +235,10 @@ def _fill_with_endpoint(
             for rollout in report.collected
             if rollout.trajectory is None
         ]
-        print_lines(f"buffer: {start + len(portion)} of {len(tasks)} tasks played, {len(buffer)} steps")
+        print_lines(
+            f"buffer: {start + len(portion)} of {plural(len(tasks), 'task')} played, "
+            f"{plural(len(buffer), 'step')}"
+        )
     counts.update(
         {f"num_retries_{kind}": number for kind, number in sorted(collector.endpoint.retries.items())}
     )
@@ -246,11 +249,13 @@ def _fill_with_endpoint(
     limits = settings.limits
     if num := counts[f"num_{Outcome.TRUNCATED_TURNS.value}"]:
         print_lines(
-            f"{num} trajectories were cut by rollout.max_turns = {limits.max_turns} or the environment"
+            f"{plural(num, 'trajectory was', 'trajectories were')} cut by rollout.max_turns = "
+            f"{limits.max_turns} or the environment"
         )
     if num := counts[f"num_{Outcome.TRUNCATED_TOKENS.value}"]:
         print_lines(
-            f"{num} trajectories were cut by rollout.max_turn_tokens = {limits.max_turn_tokens}, "
+            f"{plural(num, 'trajectory was', 'trajectories were')} cut by rollout.max_turn_tokens = "
+            f"{limits.max_turn_tokens}, "
             f"rollout.max_response_tokens = {limits.max_response_tokens} or the server's context"
         )
 

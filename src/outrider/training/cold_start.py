@@ -10,6 +10,7 @@ from outrider.algorithms.losses import weighted_loss
 from outrider.algorithms.tips import PLAIN, TIPS_ON, TipHook
 from outrider.errors import DataError
 from outrider.memory.embedders import load_embedder
+from outrider.printing import plural
 from outrider.rollout.experts import ExpertSource, play_experts
 from outrider.rollout.faults import (
     count_cut,
@@ -225,7 +226,9 @@ def imitate_experts(
         note(f"cold start: {line}")
     if lost := [*reasons, *lost_reasons(traces)]:
         note(
-            f"cold start: {len(lost)} of {len(tasks)} expert rollouts were lost to faults: {fault_line(lost)}"
+            f"cold start: {len(lost)} of "
+            f"{plural(len(tasks), 'expert rollout was', 'expert rollouts were')} lost to faults: "
+            f"{fault_line(lost)}"
         )
     limits, length = settings.limits, parts.engine.context_length
     failure_counts = failure_reasons(traces, limits, context_length=length)
@@ -234,16 +237,20 @@ def imitate_experts(
     if not any(leaf.success for trace in traces for leaf in trace.leaves.values()):
         reason_text = reasons_line(failure_counts | ({"lost to faults": len(lost)} if lost else {}))
         raise DataError(
-            f"no expert rollout solved its task: there is nothing to imitate (of {len(tasks)} tasks: "
+            "no expert rollout solved its task: there is nothing to imitate (of "
+            f"{plural(len(tasks), 'task')}: "
             f"{reason_text or 'none has an expert'}); the rollouts are in rollouts/{EXPERTS_FILE}"
             + (f"; {fault_line(lost)}" if lost else "")
         )
     paths = successful_paths(traces)
     reason_text = f"; the others: {reasons_line(failure_counts)}" if failure_counts else ""
-    note(f"cold start: {len(paths)} of {len(tasks)} expert rollouts solved their task{reason_text}")
+    note(f"cold start: {len(paths)} of {plural(len(tasks), 'expert rollout')} solved their task{reason_text}")
     cut = count_cut(traces, limits, context_length=length)
     if cut:
-        note(f"cold start: limits cut {cut.total()} of {len(traces)} expert rollouts: {cut_line(cut)}")
+        note(
+            f"cold start: limits cut {cut.total()} of {plural(len(traces), 'expert rollout')}: "
+            f"{cut_line(cut)}"
+        )
     extra_metrics = {"sft/num_examples_cut": float(cut.total())} if cut else {}
     stage(
         "cold start: fine-tuning",
@@ -270,7 +277,8 @@ def contradicted_claims(parts: Components, traces: Sequence[Trace]) -> list[str]
         return []
     listed = "; ".join(different[:_MAX_LISTED]) + ("; ..." if len(different) > _MAX_LISTED else "")
     return [
-        f"{len(different)} of {len(traces)} demonstrations replay to another return than their file claims "
+        f"{len(different)} of {plural(len(traces), 'demonstration')} replay to another return than "
+        "their file claims "
         f"({listed}); only those that solve their task here are imitated"
     ]
 

@@ -19,6 +19,7 @@ from outrider.config import Settings
 from outrider.environments.base import TaskSet, listed_tasks, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, OutriderError
+from outrider.printing import plural
 from outrider.rollout.faults import count_cut, cut_line, fault_line
 from outrider.rollout.scheduler import Rollouts, largest
 from outrider.rollout.settings import EvaluationSettings
@@ -301,13 +302,15 @@ def add_off_policy_groups(
     added = parts.algorithm.augment(traces, step=step, play=experts)
     if added.lost:
         note(
-            f"step {step + 1}: {len(added.lost)} demonstrations were lost to faults: {fault_line(added.lost)}"
+            f"step {step + 1}: "
+            f"{plural(len(added.lost), 'demonstration was', 'demonstrations were')} lost to faults: "
+            f"{fault_line(added.lost)}"
         )
     cut = count_cut(experts.rollouts, parts.settings.limits, context_length=parts.engine.context_length)
     if not cut:
         return added.groups, added.metrics
     note(
-        f"step {step + 1}: limits cut {cut.total()} of {len(experts.rollouts)} demonstrations: "
+        f"step {step + 1}: limits cut {cut.total()} of {plural(len(experts.rollouts), 'demonstration')}: "
         f"{cut_line(cut)}"
     )
     return added.groups, added.metrics | {"rollout/num_demonstrations_cut": float(cut.total())}
@@ -392,10 +395,14 @@ def stage_lines(settings: TrainSettings, tasks: Sequence[Task]) -> list[str]:
     begins = [*_stage_starts(settings.stages), settings.num_steps]
     for number, stage in enumerate(settings.stages):
         num = len(stage_tasks(stage, tasks))
-        few = f"; a step has {num} groups there, not {size}: no task comes twice" if num < size else ""
+        few = (
+            f"; a step has {plural(num, 'group')} there, not {size}: no task comes twice"
+            if num < size
+            else ""
+        )
         lines.append(
             f"stage {number + 1} of {len(settings.stages)}: steps {begins[number] + 1} to "
-            f"{begins[number + 1]} on {num} tasks ({', '.join(stage.tasks)}){few}"
+            f"{begins[number + 1]} on {plural(num, 'task')} ({', '.join(stage.tasks)}){few}"
         )
     return lines
 
@@ -467,13 +474,14 @@ def repetition_lines(tasks: Sequence[Task], split: str) -> list[str]:
     if equal:
         count = sum(map(len, equal))
         lines.append(
-            f"{split}: {len(equal)} question(s) occur more than once ({count} of {len(tasks)} tasks), "
+            f"{split}: {plural(len(equal), 'question occurs', 'questions occur')} more than once "
+            f"({count} of {plural(len(tasks), 'task')}), "
             f"for example {_cut(equal[0][0].question)!r}"
         )
     if several:
         answers = " and ".join(repr(task.answers[0]) for task in several[0][:2])
         lines.append(
-            f"{split}: {len(several)} question(s) occur with different answers, "
+            f"{split}: {plural(len(several), 'question occurs', 'questions occur')} with different answers, "
             f"for example {_cut(several[0][0].question)!r} with {answers}"
         )
     return lines
@@ -519,7 +527,10 @@ def training_tasks(task_set: TaskSet, settings: RunSettings) -> Sequence[Task]:
     num_steps, size = settings.train.num_steps, settings.train.tasks_per_step
     tasks = split_tasks(task_set, "train") if num_steps or settings.cold_start.num_examples else ()
     if num_steps and len(tasks) < size:
-        raise DataError(f"{len(tasks)} training tasks are fewer than train.tasks_per_step = {size}")
+        raise DataError(
+            f"{plural(len(tasks), 'training task is', 'training tasks are')} fewer than "
+            f"train.tasks_per_step = {size}"
+        )
     if num_steps:
         require_tasks(settings.train, tasks)
     return tasks
@@ -536,7 +547,7 @@ def read_eval_tasks(task_set: TaskSet, settings: EvaluationSettings, number: int
         tasks = listed_tasks(tasks, chosen.task_list, split=chosen.split)
         if len(tasks) > chosen.num_tasks and "num_tasks" not in chosen.model_fields_set:
             raise ConfigError(
-                f"{chosen.task_list} lists {len(tasks)} tasks, and num_tasks of the evaluation set "
+                f"{chosen.task_list} lists {plural(len(tasks), 'task')}, and num_tasks of the evaluation set "
                 f"{chosen.name!r} is {chosen.num_tasks} by default: set num_tasks = {len(tasks)} to use all"
             )
     tasks = tasks[: chosen.num_tasks]

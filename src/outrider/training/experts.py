@@ -13,6 +13,7 @@ from outrider.files import append, readable
 from outrider.memory.chat_files import import_trajectories, question_key
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import BuildReport, TokenCounter
+from outrider.printing import plural
 from outrider.rollout.endpoint import Collected
 from outrider.rollout.episode import play_texts
 from outrider.rollout.experts import to_trajectory
@@ -212,7 +213,10 @@ def fill_buffer(
                     count_tokens=count_tokens,
                 )
             )
-        note(f"buffer: expert paths of {start + len(portion)} of {len(tasks)} tasks, {len(buffer)} steps")
+        note(
+            f"buffer: expert paths of {start + len(portion)} of {plural(len(tasks), 'task')}, "
+            f"{plural(len(buffer), 'step')}"
+        )
     outcomes = {name: count for name, count in report.counts.items() if count and name != "present"}
     if outcomes:
         counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in outcomes.items())
@@ -272,12 +276,10 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
     native_names = [
         {name for step in item.steps for name in _native_call_names(step.text)} for item in demonstrations
     ]
+    call = plural(len(demonstrations), "demonstration calls", "demonstrations call")
     if environment.call_format is None:
         if num := sum(map(bool, native_names)):
-            message = (
-                f"{file}: {num} of {len(demonstrations)} demonstrations call tools natively, and "
-                f"{_describe_action_format(environment)}"
-            )
+            message = f"{file}: {num} of {call} tools natively, and {_describe_action_format(environment)}"
             is_program = environment.keeps_conversations and environment.rebuilt_prompt_tokens is None
             if num == len(demonstrations) and not is_program:
                 raise DataError(message)
@@ -290,7 +292,7 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
     ]
     if tagged and not any(native_names):
         raise DataError(
-            f"{file}: {len(tagged)} of {len(demonstrations)} demonstrations call tools between tags, and "
+            f"{file}: {len(tagged)} of {call} tools between tags, and "
             f"environment.protocol = {environment.call_format} reads native calls: set "
             "environment.protocol=tags"
         )

@@ -21,7 +21,7 @@ from outrider.environments.base import (
     split_tasks,
 )
 from outrider.errors import DataError, EnvironmentFault, ToolFault
-from outrider.printing import FittedTable, Terminal, print_lines
+from outrider.printing import FittedTable, Terminal, plural, print_lines
 from outrider.rollout.episode import episode_outcome, play_texts
 from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
@@ -69,7 +69,8 @@ def replay_step(run: Path, step: int) -> int:
     lost = sorted({path[-1].task_key for path in rollouts} - tasks.keys())
     if lost:
         raise DataError(
-            f"task {lost[0]} of the record is not in the training split any more ({len(lost)} such tasks)"
+            f"task {lost[0]} of the record is not in the training split any more "
+            f"({plural(len(lost), 'such task')})"
         )
     factory = task_set.make()
     try:
@@ -252,7 +253,10 @@ def _print_differences(
             table.add_row(*(Text(cell) for cell in cells))
         Terminal().print(table)
         if len(differing) > _MAX_ROWS:
-            print_lines(f"... and {len(differing) - _MAX_ROWS} more rollouts that differ")
+            print_lines(
+                "... and "
+                f"{plural(len(differing) - _MAX_ROWS, 'more rollout differs', 'more rollouts differ')}"
+            )
     summary = FittedTable("rollouts", "count", title=f"step {step}")
     counts = {
         "replayed": len(results),

@@ -10,6 +10,7 @@ from threading import Event
 from typing import Final
 
 from outrider.errors import ClusterFault, NoRepair
+from outrider.printing import plural
 
 _HOUR_S: Final = 3600.0
 Begin = Callable[[int, ExitStack], Callable[[], None]]
@@ -30,7 +31,7 @@ class Allowance:
         while self._times and now - self._times[0] > _HOUR_S:
             self._times.popleft()
         if len(self._times) >= self.limit:
-            after = f" (after {len(self._times)} repairs within an hour, cluster.max_restarts)"
+            after = f" (after {plural(len(self._times), 'repair')} within an hour, cluster.max_restarts)"
             raise NoRepair(f"{fault}{after if self.limit else ''}") from fault
         self._times.append(now)
         return len(self._times)

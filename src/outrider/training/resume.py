@@ -26,6 +26,7 @@ from outrider.errors import CheckpointError
 from outrider.files import readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
+from outrider.printing import plural
 from outrider.training.async_rollouts import (
     QUEUE,
     QueueSnapshot,
@@ -238,7 +239,7 @@ def note_start(display: Progress, *, run: Path, source: str, num_threads: int, d
     display.note(
         f"outrider {outrider.__version__}{f' (commit {commit})' if commit else ''}, "
         f"torch {torch.__version__}, host {platform.node()}, "
-        f"{num_threads} thread{'s' * (num_threads > 1)} on {num_cores} cores, "
+        f"{plural(num_threads, 'thread')} on {plural(num_cores, 'core')}, "
         f"{processor}; {source}; run {shlex.quote(str(run))}",
         event="start",
         version=outrider.__version__,
@@ -338,14 +339,16 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     first evaluation.
     """
     if steps := TraceReader(run.path / "traces").steps():
-        return f"traces of {len(steps)} training step(s)"
+        return f"traces of {plural(len(steps), 'training step')}"
     metrics = run.path / "metrics.jsonl"
     # damaged lines count too
     if metrics.is_file() and (num := metrics.read_bytes().count(b'"kind": "train"')):
-        return f"metrics of {num} training step(s)"
+        return f"metrics of {plural(num, 'training step')}"
     num = sum(entry is not None for _, entry in readable(run.evaluations)) if run.evaluations.is_file() else 0
     return (
-        f"{num} evaluation(s)" if num > settings.evaluation.at_start * len(settings.evaluation.sets) else ""
+        plural(num, "evaluation")
+        if num > settings.evaluation.at_start * len(settings.evaluation.sets)
+        else ""
     )
 
 

@@ -34,7 +34,7 @@ from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
-from outrider.printing import shell_command
+from outrider.printing import plural, shell_command
 from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
@@ -128,8 +128,9 @@ def run_training(
                 "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
             )
         rollout_status = RolloutStatus()
+        recorded = RecordedProgress(make_progress(progress), run.path)
         display = WatchedProgress(
-            RecordedProgress(make_progress(progress), run.path),
+            recorded,
             rollout_status=rollout_status,
             after_s=settings.train.watchdog_s,
         )
@@ -148,6 +149,7 @@ def run_training(
                 run, settings, display, rollout_status, stop, attempt_cleanup, start_learner, start_remote
             )
             trainer.num_restarts = num_restarts
+            recorded.on_alarm = trainer.trackers.alert
             if not num_restarts:  # the set-up has not failed: the folder stays
                 write_origins(settings, run.path)  # where plug-ins are now: a resumed run may find others
                 run.commit()
@@ -485,7 +487,10 @@ def open_buffer(
                 )
             finally:
                 task_set.close()  # ends the experts' processes; a later request starts them again
-            reason = f": no trajectory of an expert entered it (of {len(tasks)} tasks: {filled.outcomes()})"
+            reason = (
+                f": no trajectory of an expert entered it (of {plural(len(tasks), 'task')}: "
+                f"{filled.outcomes()})"
+            )
         _require_steps(buffer, reason)
     except BaseException:
         buffer.close()

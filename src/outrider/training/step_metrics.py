@@ -14,6 +14,7 @@ from outrider.algorithms.base import GroupAdvantages
 from outrider.algorithms.distill_help import NO_ROOM, help_metrics
 from outrider.errors import EngineFault
 from outrider.memory.embedders import HashEmbedder
+from outrider.printing import plural
 from outrider.rollout.evaluate import Evaluation
 from outrider.rollout.faults import CUT, failure_reasons, fault_line, reasons_line
 from outrider.rollout.hooks import HYBRID, has_part
@@ -157,15 +158,18 @@ def step_alarms(
         )
     elif fault_reasons:
         lines.append(
-            f"step {step}: {num_masked:.0f} of {num:.0f} rollouts were lost to faults, "
-            f"{values.get('rollout/num_retries', 0.0):.0f} tries were repeated: {fault_line(fault_reasons)}"
+            f"step {step}: {num_masked:.0f} of {plural(num, 'rollout was', 'rollouts were')} lost to faults, "
+            f"{plural(values.get('rollout/num_retries', 0.0), 'try was', 'tries were')} repeated: "
+            f"{fault_line(fault_reasons)}"
         )
     if settings.environment.calls_tools and values.get("rollout/num_tool_calls") == 0.0:
         lines.append(f"ALARM: no rollout of step {step} executed a tool call; look at the sample rollouts")
     if missing := values.get("group/num_missing"):
         lines.append(
-            f"step {step}: {missing:.0f} of {settings.train.tasks_per_step} groups are missing after "
-            f"{values['group/num_extra_batches']:.0f} extra batches without spread; trained on the others"
+            f"step {step}: {missing:.0f} of "
+            f"{plural(settings.train.tasks_per_step, 'group is', 'groups are')} missing after "
+            f"{plural(values['group/num_extra_batches'], 'extra batch', 'extra batches')} without spread; "
+            "trained on the others"
         )
     return lines + staleness_alarms(step, values) + skipped_alarms(step, values)
 
@@ -175,7 +179,7 @@ def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
     if skipped := values.get("grad/num_skipped"):
         return [
             (
-                f"ALARM: {skipped:.0f} optimiser step(s) of step {step} were skipped: "
+                f"ALARM: {plural(skipped, 'optimiser step')} of step {step} skipped: "
                 "a log-prob or gradient was not finite"
             )
         ]
@@ -229,13 +233,17 @@ class Advice:
         if not num or len(traces[0].modes) == 1:
             return f"{begin}a group of one rollout has nothing to compare with; raise algorithm.group_size"
         if all(leaf.success for leaf, _ in rollouts):
-            return f"{begin}all {num} rollouts solved their tasks; train on harder tasks"
+            return (
+                f"{begin}{'the rollout' if num == 1 else f'all {num} rollouts'} solved the "
+                "tasks; train on harder tasks"
+            )
         reasons = failure_reasons(traces, limits, context_length=self.context_length)
-        summary = f"{begin}of {num} rollouts {reasons_line(reasons)}"
+        summary = f"{begin}of {plural(num, 'rollout')} {reasons_line(reasons)}"
         num_unclosed = self._num_unclosed(traces)
         if num_unclosed > num / 2:
             return (
-                f"{begin}{num_unclosed} of {num} rollouts ended without a closing tag; {_COLD_START} "
+                f"{begin}{num_unclosed} of {plural(num, 'rollout')} ended without a closing tag; "
+                f"{_COLD_START} "
                 "teaches the format" + (f" ({reasons_line(reasons)})" if reasons else "")
             )
         num_invalid = sum(leaf.outcome is Outcome.INVALID for leaf, _ in rollouts)
@@ -271,7 +279,7 @@ class Advice:
         ]
         if not hybrid:
             return ""
-        begin = f"none of {len(hybrid)} hybrid rollouts got a retrieved step: "
+        begin = f"none of {plural(len(hybrid), 'hybrid rollout')} got a retrieved step: "
         num_short = sum(sum(node.trainable for node in path) <= 1 for _, path in hybrid)
         if "retrieval/rate" not in values:
             reasons = failure_reasons(traces, limits, context_length=self.context_length)
@@ -281,10 +289,13 @@ class Advice:
                 f"first turn{why}; a cold start teaches the format, or the limits are too small"
             )
         if values.get("retrieval/num_refused"):
-            return f"{begin}the environment refused {values['retrieval/num_refused']:.0f} retrieved actions"
+            return (
+                f"{begin}the environment refused "
+                f"{plural(values['retrieval/num_refused'], 'retrieved action')}"
+            )
         if values.get("retrieval/num_dropped"):
             return (
-                f"{begin}{values['retrieval/num_dropped']:.0f} steps found no room: raise "
+                f"{begin}{plural(values['retrieval/num_dropped'], 'step')} found no room: raise "
                 f"rollout.max_response_tokens (now {self.settings.rollout.max_response_tokens}) or lower "
                 "rollout.max_turn_tokens"
             )
@@ -300,7 +311,7 @@ class Advice:
             return ""
         counts = {name.removeprefix(prefix): num for name, num in values.items() if name.startswith(prefix)}
         num, most = max(((num, reason) for reason, num in counts.items()), default=(0.0, ""))
-        begin = f"{num:.0f} rollouts have no help for their teacher: "
+        begin = f"{plural(num, 'rollout has', 'rollouts have')} no help for their teacher: "
         if most == NO_ROOM and num > sum(counts.values()) / 2 and num > values.get("rollout/num", 0.0) / 2:
             return (
                 f"{begin}it is longer than algorithm.distill.max_help_tokens = {settings.max_help_tokens}, "
@@ -319,8 +330,8 @@ class Advice:
     def _describe_missing_steps(self, values: Mapping[str, float]) -> str:
         """The filters that left no step of the buffer for a retrieval."""
         retrieval = getattr(getattr(self.settings.algorithm, "parts", None), "retrieval", None)
-        size = f" ({values['buffer/num_steps']:.0f} steps)" if "buffer/num_steps" in values else ""
-        text = f"the buffer{size} has no step for {values['retrieval/num_no_candidate']:.0f} retrievals"
+        size = f" ({plural(values['buffer/num_steps'], 'step')})" if "buffer/num_steps" in values else ""
+        text = f"the buffer{size} has no step for {plural(values['retrieval/num_no_candidate'], 'retrieval')}"
         if retrieval is None:
             return text
         scope = f"algorithm.retrieval.scope = {retrieval.scope}"

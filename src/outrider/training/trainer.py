@@ -20,7 +20,7 @@ from outrider.config import shown_path
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import format_mean_return, score, shell_command
+from outrider.printing import format_mean_return, plural, score, shell_command
 from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import (
     averages_over_sets,
@@ -185,7 +185,8 @@ class Trainer:
         trains = state.step or settings.cold_start.num_examples
         if is_done and (not trains or not self._pending_sets(self._last_label)):
             self.progress.note(
-                f"this run is finished: {state.step} of {settings.train.num_steps} steps; nothing to do"
+                f"this run is finished: {state.step} of {plural(settings.train.num_steps, 'step')}; "
+                "nothing to do"
             )
             return False
         state.rewind(saved, last_label=self._last_label, is_done=is_done)
@@ -461,8 +462,9 @@ class Trainer:
             averages = averages_over_sets(finished)
             num_tasks = sum(entry["num_tasks"] for entry in finished)
             self.progress.note(
-                f"{label}, all sets: {score(averages['macro'])} is the mean of {len(finished)} sets (macro), "
-                f"{score(averages['micro'])} the mean over their {num_tasks} tasks (micro)"
+                f"{label}, all sets: {score(averages['macro'])} is the mean of "
+                f"{plural(len(finished), 'set')} (macro), "
+                f"{score(averages['micro'])} the mean over their {plural(num_tasks, 'task')} (micro)"
             )
 
     def _evaluate_set(self, label: str, eval_tasks: EvaluationTasks, *, step: int, tracker_step: int) -> None:
@@ -504,7 +506,9 @@ class Trainer:
         )
         self.trackers.log(tracker_step, values)
         self.trackers.log_rollouts(tracker_step, traces, label=full_label)
-        repeated = f", {evaluation.num_retries} tries repeated" if evaluation.num_retries else ""
+        repeated = (
+            f", {plural(evaluation.num_retries, 'try', 'tries')} repeated" if evaluation.num_retries else ""
+        )
         gain = gain_over_start(
             [entry for entry in self.run.finished_evaluations() if entry.get("panel", "") == panel]
         )
@@ -515,12 +519,13 @@ class Trainer:
             num_samples=settings.num_samples,
             truncation=settings.truncation,
         )
+        kind = kind_of_tasks(len(tasks), eval_tasks.num_training_tasks)
         self.progress.note(
             f"{full_label}: {score(evaluation.score, evaluation.ci_low, evaluation.ci_high)}"
             f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
-            f"on {evaluation.num_tasks} {kind_of_tasks(len(tasks), eval_tasks.num_training_tasks)}, "
-            f"{evaluation.num_faults} "
-            f"faults{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}; "
+            f"on {plural(evaluation.num_tasks, kind.replace('tasks', 'task', 1), kind)}, "
+            f"{plural(evaluation.num_faults, 'fault')}"
+            f"{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}; "
             f"{conditions}",
             event="evaluation",
             **evaluation_fields(evaluation),

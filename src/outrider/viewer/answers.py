@@ -31,6 +31,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import newest_revision, search_steps
 from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
+from outrider.printing import plural
 from outrider.types import Origin
 from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
@@ -40,6 +41,7 @@ from outrider.viewer.run_reader import (
     live_state,
     read_alarms,
     read_run,
+    run_status,
     task_evaluation_message,
 )
 from outrider.viewer.search import RolloutIndex, TextSearch, find, rows_of_table
@@ -411,10 +413,8 @@ class ViewedRun:
 
     @property
     def status(self) -> str:
-        """``running``, ``finished`` or ``stopped``."""
-        if is_locked(self.path / "lock"):
-            return "running"
-        return "finished" if read_run(self.path).is_done else "stopped"
+        """``running``, ``finished``, ``stopped`` or ``not started``."""
+        return run_status(self.path, read_run(self.path))
 
 
 class Catalogue:
@@ -476,14 +476,14 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "id": run.id,
         "name": run.path.resolve().name,
         "status": status,
-        "method": data.config.get("algorithm.type", ""),
+        "method": data.method,
         "task": data.config.get("environment.type", ""),
         "model": data.config.get("model.name", ""),
         "seed": data.config.get("seed", ""),
         "steps": data.num_steps,
         "num_steps": data.config.get("train.num_steps", ""),
         "score": None if score is None else [score.value, score.ci_low, score.ci_high],
-        "scored": "" if last is None else f"{last.label}, {last.num_tasks} tasks",
+        "scored": "" if last is None else f"{last.label}, {plural(last.num_tasks, 'task')}",
         "tokens": sum(data.total("train", name) for name in WRITTEN_TOKENS),
         "alarm": alarms[-1] if alarms else None,
         "num_alarms": len(alarms),

@@ -49,8 +49,9 @@ _METER_WINDOW: Final = 50  # decoding steps of the moving average of tokens per 
 _LOOKS: Final = 8  # checks of the watchdog within its time limit
 _TICK_S: Final = 5.0  # between calls of Progress.tick
 _HEARTBEAT_S: Final = 60.0
-_ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing|faults)")
+_ALARM: Final = re.compile(r"[A-Z]{2,}[A-Z ]*[: ]|step \d+: .*(lost|missing)")
 _FIELDS_ONLY: Final = frozenset({"stage", "step", "progress"})  # events whose text is made of their fields
+_AFTER_STAGES: Final = frozenset({"summary", "end"})  # events of notes about the whole run
 _LONGER: Final = "the same bits as far as it went"  # a finished run that was given more steps
 _log = logging.getLogger(__name__)
 
@@ -544,9 +545,13 @@ class RichProgress(_StageProgress):
             self._print(one_line(stage.summary()))
 
     def note(self, text: str, *, event: str = "note", **fields: Any) -> None:
-        """Show the message as the last one, and print it above the display unless it is a checkpoint."""
+        """Show the message as the last one, and print it above the display unless it is a checkpoint. The
+        line of a stage that is over comes before it.
+        """
         self._message = one_line(text)
         if event != "checkpoint":
+            if event in _AFTER_STAGES or (self._stage is not None and self._stage.done == self._stage.total):
+                self._print_stage()
             self._print(self._message)
 
     def stopping(self) -> bool:
@@ -562,9 +567,13 @@ class RichProgress(_StageProgress):
         self._unregister_cleanup()
 
     def _finish_stage(self) -> None:
+        self._print_stage()
+        self._has_printed_summary = False
+
+    def _print_stage(self) -> None:
         if self._stage is not None and not self._has_printed_summary:
             self._print(one_line(self._stage.summary()))
-        self._has_printed_summary = False
+        self._has_printed_summary = True
 
     def _print(self, line: str) -> None:
         self._guarded(lambda: self._console.print(Text(line)))

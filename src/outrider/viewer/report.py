@@ -11,7 +11,7 @@ from markupsafe import Markup
 from outrider.errors import DataError
 from outrider.files import replace_file
 from outrider.metrics import DECLARED, WRITTEN_TOKENS, declared_metric
-from outrider.printing import score
+from outrider.printing import plural, score
 from outrider.protocols import Difference, run_difference
 from outrider.rollout.evaluate import describe_conditions
 from outrider.viewer.records import TraceReader
@@ -256,7 +256,7 @@ def _head(run: RunData, evaluation: Evaluation) -> str:
         truncation=evaluation.truncation,
     )
     faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
-    return f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, {conditions}"
+    return f"step {evaluation.step}, {plural(evaluation.num_tasks, 'task')}{faults}, {conditions}"
 
 
 # The report of a run: one self-contained HTML file without scripts and network access.

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.errors import DataError
-from outrider.files import parsed, readable, whole_lines
-from outrider.printing import is_graded
+from outrider.files import is_locked, parsed, readable, whole_lines
+from outrider.printing import is_graded, plural
 from outrider.rollout.evaluate import evaluation_label
 from outrider.types import Json
+from outrider.viewer.configuration import algorithm_name, is_trained
 from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks, is_alarm
 
 LIVE: Final = "live.json"
@@ -36,7 +37,8 @@ class RecordedProgress(Progress):
     """Wraps a display and also records progress on disk, at most once a second and at every stage and note.
 
     Nothing is written before the end of the set-up, so that a run that fails then, or has nothing left to do,
-    is unchanged. If the disk is full, recording ends and the run continues.
+    is unchanged. If the disk is full, recording ends and the run continues. ``on_alarm`` is called with the
+    step and the text of every alarm.
     """
 
     def __init__(self, inner: Progress, run: Path, *, clock: Clock = time.monotonic) -> None:
@@ -49,6 +51,7 @@ class RecordedProgress(Progress):
         self._stage = self._clocks.begin("", None, done=0, num_parallel=1)
         self._has_begun = False
         self._setup_lines: list[str] = []  # lines of the set-up
+        self.on_alarm: Callable[[int | None, str], None] = lambda step, text: None
         self._state: dict[str, Any] = {
             "pid": os.getpid(),
             "host": platform.node(),
@@ -88,6 +91,8 @@ class RecordedProgress(Progress):
             return
         match = _STEP.search(text)
         step = int(match[1]) if match else self._state["done"] if self._state["stage"] == "train" else None
+        if details.get("event", "note") == "note" and is_alarm(text):
+            self.on_alarm(step, text)
         line = {"time": time.time(), "stage": self._state["stage"], "step": step, "text": text}
         if self._has_begun:
             self._guarded(partial(self._append, json.dumps(line)))
@@ -241,13 +246,44 @@ class RunData:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the recipe are recorded."""
+        """Whether the steps of the recipe are recorded, or fewer that spent the token budget. A run without
+        steps is done when its cold start, or else its model, has been evaluated.
+        """
         num_steps = self.config.get("train.num_steps", "")
-        return num_steps.isdigit() and self.num_steps >= int(num_steps)
+        if num_steps == "0":
+            labels = [evaluation.label for evaluation in self.main_evaluations]
+            return "after cold start" in labels if is_trained(self.config) else bool(labels)
+        return self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))
+
+    @property
+    def is_budget_spent(self) -> bool:
+        """Whether the run has generated ``train.max_policy_tokens``, which ends it before its last step."""
+        budget = self.config.get("train.max_policy_tokens", "none")
+        totals = [value for _, value in self.curve("train", "tokens/policy_total") if value is not None]
+        return budget.isdigit() and max(totals, default=0.0) >= int(budget)
+
+    @property
+    def method(self) -> str:
+        """The preset or algorithm that trained; ``imitation`` for a cold start without training steps, and
+        ``evaluation`` if nothing trained.
+        """
+        if self.config.get("train.num_steps") == "0":
+            return "imitation" if is_trained(self.config) else "evaluation"
+        return algorithm_name(self.config)
 
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
         return math.fsum(value for _, value in self.curve(kind, name) if value is not None)
+
+
+def run_status(run: Path, data: RunData) -> Literal["running", "finished", "stopped", "not started"]:
+    """The state of a run whose contents are ``data``; a killed run is ``stopped``."""
+    if is_locked(run / "lock"):
+        return "running"
+    if data.is_done:
+        return "finished"
+    has_begun = data.records or data.evaluations or live_state(run) is not None
+    return "stopped" if has_begun else "not started"
 
 
 def read_run(run_dir: Path) -> RunData:
@@ -346,7 +382,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Json]]:
         numbers = ", ".join(map(str, bad[:_MAX_LISTED_LINES])) + (
             ", ..." if len(bad) > _MAX_LISTED_LINES else ""
         )
-        notes.append(f"{path.name}: {len(bad)} damaged or torn line(s) left out (line {numbers})")
+        notes.append(f"{path.name}: {plural(len(bad), 'damaged or torn line')} left out (line {numbers})")
     return [value for _, value in lines if value is not None]
 
 
@@ -409,7 +445,7 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
         notes.append(
             f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: "
-            f"{evaluation.num_faults} fault(s)"
+            f"{plural(evaluation.num_faults, 'fault')}"
         )
     return evaluation
 

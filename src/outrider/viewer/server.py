@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import ConfigError, OutriderError
 from outrider.files import replacing_folder
+from outrider.printing import plural
 from outrider.viewer.answers import LONGEST_TEXT, REQUESTS, Catalogue, ViewedRun, Viewer, fingerprint, stop
 from outrider.viewer.records import SCHEMA, StepFiles
 from outrider.viewer.search import rows_of_table
@@ -76,7 +77,7 @@ def write_bundle(
             [_without_paths(entry | {"live": None}, run.path) for entry, run in entries],
         )
         for run in runs:
-            note(f"{run.path.name}: {len(run.index.stems())} files")
+            note(f"{run.path.name}: {plural(len(run.index.stems()), 'file')}")
             _write_run(viewer, run, new / "data" / run.id)
         if len(runs) > 1:
             try:

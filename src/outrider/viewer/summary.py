@@ -5,12 +5,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
-from outrider.files import is_locked
 from outrider.metrics import WRITTEN_TOKENS
-from outrider.printing import score, shell_command
+from outrider.printing import plural, score, shell_command
 from outrider.rollout.evaluate import gain_over_start
 from outrider.viewer.progress import compact, duration
 from outrider.viewer.report import SHARES
@@ -22,6 +22,7 @@ from outrider.viewer.run_reader import (
     read_alarms,
     read_notes,
     read_run,
+    run_status,
 )
 
 _COLUMNS: Final = 80
@@ -44,12 +45,19 @@ def summary_lines(run: Path) -> list[str]:
 def one_line_summary(run: Path) -> str:
     """Method, task, steps, and the last score with its interval, as far as they are recorded."""
     data = read_run(run)
-    method, task = (data.config.get(f"{name}.type", "?") for name in ("algorithm", "environment"))
-    parts = [f"{method} on {task}", f"{data.num_steps} of {data.config.get('train.num_steps', '?')} steps"]
+    parts = [f"{data.method or '?'} on {data.config.get('environment.type', '?')}", _steps_text(data)]
     scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
     if scored:
         parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
     return ", ".join(parts)
+
+
+def _steps_text(data: RunData) -> str:
+    """``5 of 9 steps``, or the recorded steps alone if the token budget ended the run before the others."""
+    if data.is_budget_spent:
+        return f"{plural(data.num_steps, 'step')} until the token budget was spent"
+    num_steps = data.config.get("train.num_steps", "?")
+    return f"{data.num_steps} of {num_steps} step{'' if num_steps == '1' else 's'}"
 
 
 def _with_title(title: str, lines: Iterator[str]) -> Iterator[str]:
@@ -78,22 +86,24 @@ def _score(evaluation: Evaluation) -> str:
     name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
     metric = evaluation.metrics[name]
     text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
-    kind = "training tasks" if evaluation.num_training_tasks >= evaluation.num_tasks else "tasks"
+    kind = "training task" if evaluation.num_training_tasks >= evaluation.num_tasks else "task"
     share = (
         f" ({evaluation.num_training_tasks} of training)"
         if 0 < evaluation.num_training_tasks < evaluation.num_tasks
         else ""
     )
-    return f"{text}  {evaluation.num_tasks} {kind}{share}, temperature {evaluation.temperature:g}"
+    return f"{text}  {plural(evaluation.num_tasks, kind)}{share}, temperature {evaluation.temperature:g}"
 
 
 def _cost_lines(data: RunData) -> Iterator[str]:
     seconds = data.total("train", "time/step")
     parts = [f"{name} {duration(spent)}" for name, key in _STAGES if (spent := data.total("train", key))]
-    yield f"{data.num_steps} steps in {duration(seconds)}" + (f": {', '.join(parts)}" if parts else "")
+    yield f"{plural(data.num_steps, 'step')} in {duration(seconds)}" + (
+        f": {', '.join(parts)}" if parts else ""
+    )
     durations = [value for _, value in data.curve("eval", "time/evaluation") if value is not None]
     if durations:
-        yield f"{len(durations)} evaluations in {duration(sum(durations))}"
+        yield f"{plural(len(durations), 'evaluation')} in {duration(sum(durations))}"
     tokens = sum(data.total("train", name) for name in WRITTEN_TOKENS)
     calls = data.total("train", "rollout/num_tool_calls")
     yield f"{compact(round(tokens))} tokens written, {compact(round(calls))} tool calls in training"
@@ -103,7 +113,7 @@ def _alarm_lines(run: Path) -> Iterator[str]:
     alarms = read_alarms(run)
     if alarms:
         steps = Counter(alarm["step"] for alarm in alarms)
-        yield f"{len(alarms)} alarms, of {len(steps)} steps; the last:"
+        yield f"{plural(len(alarms), 'alarm')}, of {plural(len(steps), 'step')}; the last:"
     for alarm in alarms[-_NUM_ALARMS:]:
         prefix = (
             ""
@@ -112,10 +122,11 @@ def _alarm_lines(run: Path) -> Iterator[str]:
         )
         line, room = f"  {prefix}{alarm['text']}", _COLUMNS - 9
         yield line if len(line) <= room else line[: room - 1] + "…"
-    yield shell_command("view", run)
+    has_viewer = all(map(find_spec, ("starlette", "uvicorn")))  # the extra ``view``; the report needs none
+    yield shell_command("view" if has_viewer else "report", run)
 
 
-Status: TypeAlias = Literal["running", "finished", "stopped", "gone"]
+Status: TypeAlias = Literal["running", "finished", "stopped", "not started", "gone"]
 STEP_FIELDS: Final[Mapping[str, str]] = {
     "reward": "reward/mean",
     "no signal": "group/fraction_without_signal",
@@ -143,15 +154,12 @@ class RunSnapshot:
 def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
     """Read the run's files and skip missing or damaged ones. ``now``: seconds since 1970."""
     data, live, notes = read_run(run), live_state(run), read_notes(run)
-    status: Status
-    if is_locked(run / "lock"):
-        status = "running"
-    elif live is not None and live.get("has_ended") is False:
+    status: Status = run_status(run, data)
+    if status != "running" and live is not None and live.get("has_ended") is False:
         status = "gone"
-    else:
-        status = "finished" if data.is_done else "stopped"
-    resume_hint = f"continue with: {shell_command('train', '--resume', run)}"
-    description = f"stopped; {resume_hint}" if status == "stopped" else str(status)
+    begin = "start" if status == "not started" else "continue"
+    resume_hint = f"{begin} with: {shell_command('train', '--resume', run)}"
+    description = f"{status}; {resume_hint}" if status in ("stopped", "not started") else str(status)
     if status == "gone" and live is not None:
         host = live.get("host")
         host_hint = f"; it ran on {host}, look there" if host != platform.node() else ""

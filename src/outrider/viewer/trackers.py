@@ -12,6 +12,8 @@ new W&B run.
 import importlib.util
 import json
 import logging
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +30,8 @@ from outrider.files import replace_file
 from outrider.plugins.registry import build_by_name, resolve
 from outrider.trace import Leaf, Node, Trace
 from outrider.types import Json
+from outrider.viewer.configuration import comparable, digest
+from outrider.viewer.run_reader import read_run
 
 Row: TypeAlias = tuple[str | float | bool, ...]
 IDENTITIES: Final = "trackers.json"
@@ -46,14 +50,14 @@ class TrackingSettings(Settings):
     entity: str | None = None
     """User or team in W&B."""
     group: str | None = None
-    """Group of the run in W&B and Trackio."""
+    """Group of the run in W&B and Trackio (None: runs that differ only in the seed share one)."""
     name: str | None = None
     """Name of the run (None: that of its folder)."""
     tags: tuple[str, ...] = ()
-    """Tags of the run in W&B."""
+    """Tags of the run in W&B, besides its algorithm, environment and model."""
     num_rollouts: int = Field(4, ge=0)
     """Number of groups of a training step, the first ones, that send one rollout each to a table."""
-    rollouts_every: int = Field(10, ge=0)
+    rollouts_every: int = Field(1, ge=0)
     """Interval in training steps between the steps that send rollouts, from the first one on (0: never)."""
 
     def sends_rollouts(self, step: int) -> bool:
@@ -87,7 +91,8 @@ class Tracker(Protocol):
     identifies the tracker's run when it is resumed; a tracker that cannot resume a run needs none.
 
     A plug-in is a class with ``build(settings, context)``, where ``context`` is a :class:`TrackerContext`. If
-    it has a method ``log_table(step, name, columns, rows)``, that gets the tables of sample rollouts.
+    it has a method ``log_table(step, name, columns, rows)``, that gets the tables of sample rollouts, and a
+    method ``alert(step, text)`` the alarms.
     """
 
     identity: str | None
@@ -130,6 +135,8 @@ class TensorboardTracker(_BuiltinTracker):
         self._writer: Any = _start(
             "tensorboard", lambda: module.SummaryWriter(logdir=str(directory), **purged)
         )
+        if names := [name for name in (context.tracking.group, *context.tracking.tags) if name]:
+            self._writer.add_text("run", ", ".join(names), global_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -143,6 +150,9 @@ class TensorboardTracker(_BuiltinTracker):
             text = "\n".join(f"{key}: {value}" for key, value in zip(columns, row, strict=True))
             blocks.append(indent(text, "    ", lambda line: True))  # shown as it is
         self._writer.add_text(name, "\n\n---\n\n".join(blocks), global_step=step)
+
+    def alert(self, step: int, text: str) -> None:
+        self._writer.add_text("alarms", text, global_step=step)
 
     def close(self) -> None:
         self._writer.close()
@@ -178,6 +188,10 @@ class WandbTracker(_BuiltinTracker):
         table = self._module.Table(columns=list(columns), data=[list(row) for row in rows])
         self._run.log({"outrider_step": step, name: table})
 
+    def alert(self, step: int, text: str) -> None:
+        """Alert by e-mail or Slack, as the user's settings in W&B say: about one problem once in an hour."""
+        self._run.alert(title=_alert_title(text), text=text, level="WARN", wait_duration=_ALERT_EVERY_S)
+
     def close(self) -> None:
         """Wait for the upload."""
         self._run.finish()
@@ -205,8 +219,21 @@ class TrackioTracker(_BuiltinTracker):
         frame = pandas.DataFrame([list(row) for row in rows], columns=list(columns))
         self._run.log({name: self._module.Table(dataframe=frame)}, step=step)
 
+    def alert(self, step: int, text: str) -> None:
+        if hasattr(self._run, "alert"):  # earlier versions have none
+            self._run.alert(title=_alert_title(text), text=text, step=step)
+
     def close(self) -> None:
         self._run.finish()
+
+
+_ALERT_EVERY_S: Final = 3600
+
+
+def _alert_title(text: str) -> str:
+    """The problem, in fewer than 64 characters and without its numbers, so that every step has the same."""
+    problem = re.sub(r"^(ALARM: )?(step \d+: )?|[:;] .*", "", text)
+    return re.sub(r"\d+(\.\d+)?", "N", problem)[:63]
 
 
 class TrackerSet:
@@ -255,12 +282,18 @@ class TrackerSet:
                 return
             limit = self._tracking.num_rollouts
         with_tables = {name: one for name, one in self._trackers.items() if hasattr(one, "log_table")}
-        rows = [row for trace in traces[:limit] if (row := _row(trace, label or "training"))]
+        rows = [row for trace in traces[:limit] if (row := _row(step, trace, label or "training"))]
         if not (with_tables and rows):
             return
         table = "rollouts/train" if label is None else "rollouts/eval"
         for name, tracker in with_tables.items():
             self._attempt(name, tracker, partial(tracker.log_table, step, table, COLUMNS, rows))
+
+    def alert(self, step: int | None, text: str) -> None:
+        """Send an alarm. ``step`` is None before training."""
+        for name, tracker in list(self._trackers.items()):
+            if (send := getattr(tracker, "alert", None)) is not None:
+                self._attempt(name, tracker, partial(send, step or 0, text))
 
     def close(self) -> None:
         """Close every tracker; may be called twice."""
@@ -278,12 +311,12 @@ class TrackerSet:
             self._warn(f"TRACKER OFF: {name} failed ({cause}); training continues, metrics.jsonl is complete")
 
 
-COLUMNS: Final = ("policy", "task", "question", "rollout", "return", "success", "outcome")
+COLUMNS: Final = ("step", "policy", "task", "question", "rollout", "return", "success", "outcome")
 """Columns of the tables of rollouts; ``policy`` is ``training`` or the label of an evaluation."""
 _MAX_CHARS: Final = 8_000  # of a rollout in a table
 
 
-def _row(trace: Trace, label: str) -> Row | None:
+def _row(step: int, trace: Trace, label: str) -> Row | None:
     """Return the group's first rollout without a fault as values of :data:`COLUMNS`; None without any."""
     first: tuple[Leaf, list[Node]] | None = next(trace.scored_rollouts(), None)
     if first is None:
@@ -295,7 +328,7 @@ def _row(trace: Trace, label: str) -> Row | None:
     task = trace.task
     assert leaf.episode_return is not None  # of a scored rollout
     result = (float(leaf.episode_return), bool(leaf.success), leaf.outcome.value)
-    return (label, task.key, task.question, text, *result)
+    return (step, label, task.key, task.question, text, *result)
 
 
 def _describe(node: Node) -> str:
@@ -337,7 +370,7 @@ def make_trackers(
     identities = run_dir / IDENTITIES
     known: dict[str, str] = json.loads(identities.read_text(encoding="utf-8")) if identities.exists() else {}
     trackers: dict[str, Tracker] = {}
-    tracking = tracking or TrackingSettings()
+    tracking = _with_configuration(tracking or TrackingSettings(), run_dir)
     for name in names:
         context = TrackerContext(
             run_dir=run_dir,
@@ -355,6 +388,25 @@ def make_trackers(
     if known:
         replace_file(identities, json.dumps(known).encode())
     return TrackerSet(trackers, tracking=tracking, warn=warn)
+
+
+def _with_configuration(tracking: TrackingSettings, run_dir: Path) -> TrackingSettings:
+    """Add the group of the run's configuration, unless one is set, and the tags of algorithm, environment and
+    model. Variables of W&B count as set.
+    """
+    data = read_run(run_dir)
+    if not data.config:
+        return tracking
+    group = tracking.group or os.environ.get("WANDB_RUN_GROUP")
+    keys = ("environment.type", "model.name")
+    own = [data.method, *(re.split(r"[:/]", data.config.get(key, ""))[-1][:64] for key in keys)]
+    tags = [*(tracking.tags or os.environ.get("WANDB_TAGS", "").split(",")), *own]
+    return tracking.model_copy(
+        update={
+            "group": group or f"{data.method} {digest(comparable(data.config))[:6]}",
+            "tags": tuple(filter(None, dict.fromkeys(tags))),
+        }
+    )
 
 
 def _import(module: str, *, extra: str) -> ModuleType:

@@ -19,10 +19,23 @@ from outrider.viewer.search import RolloutIndex, TextSearch, _read, find
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
 
+ROOT = Path(__file__).parents[3]
+
 
 def rows_on_disk(recorded: Path) -> list[dict[str, Any]]:
     run = outrider.load_run(recorded)
     return [row for step in run.steps() for row in run.rollouts(step).to_pylist()]
+
+
+def test_finished_runs_of_every_kind_are_listed_as_such() -> None:
+    """Steps, a token budget, and imitation without steps."""
+    runs = Catalogue([ROOT / "records" / "packs" / "demo.pack" / "runs"]).overview()
+    kinds = {(run["name"].partition("-")[0], run["method"], run["status"]) for run in runs}
+    assert kinds == {
+        ("rapo", "rapo", "finished"),
+        ("grpo", "grpo", "finished"),
+        ("sft", "imitation", "finished"),
+    }
 
 
 def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -> None:

@@ -24,6 +24,7 @@ from outrider.engines.local.model import LanguageModel, declared_context
 from outrider.engines.local.sampling import Cut, StopStrings, request_stream, sample
 from outrider.engines.local.unpacked import Unpacked, cached_logits, compute_logits
 from outrider.errors import EngineFault, ModelError
+from outrider.printing import plural
 from outrider.tokens import Tokenizer
 
 _CACHES = {
@@ -583,7 +584,7 @@ def describe_path(language_model: LanguageModel, name: str) -> str:
             '(model.forward = "unpacked" goes further)'
         )
     if unused := language_model.unused:
-        line += f"; it has no place for {len(unused)} weights of its files, such as {unused[0]}"
+        line += f"; it has no place for {plural(len(unused), 'weight')} of its files, such as {unused[0]}"
     return line
 
 
