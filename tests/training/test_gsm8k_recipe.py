@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from outrider import api
+from outrider.config import load_settings
 from outrider.environments.base import make_task_set
 from outrider.rollout.episode import play_texts
+from outrider.smoke import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.training.experts import read_demonstrations
 from outrider.training.settings import RunSettings
 
@@ -62,3 +64,20 @@ def test_a_solution_with_one_calculation_per_line_is_a_demonstration_that_solves
     finally:
         factory.close()
     assert result.success and result.episode_return == 1.0
+
+
+def test_a_smoke_run_has_room_for_demonstrated_turns_and_none_without_their_file(
+    settings: RunSettings,
+) -> None:
+    def shrink() -> RunSettings:
+        smaller = smoke_overrides(settings, smoke_assets(), server=NO_SERVER)
+        return load_settings(RunSettings, file=RECIPE, overrides=smaller)
+
+    shown = Path("data/gsm8k/demonstrations.jsonl")
+    [_, action, *_] = json.loads(shown.read_text())["messages"]
+    small = shrink()
+    assert small.cold_start.num_examples == 2
+    assert small.rollout.max_turn_tokens > len(json.dumps(action))  # one token per character
+    shown.unlink()
+    small = shrink()
+    assert small.cold_start.num_examples == 0 and small.cold_start.demonstrations is None
