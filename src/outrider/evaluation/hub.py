@@ -230,6 +230,7 @@ def _words(text: str) -> list[str]:
 BASES: Final[Mapping[str, tuple[str, str]]] = {
     "smollm2-135m-instruct": ("HuggingFaceTB/SmolLM2-135M-Instruct", "apache-2.0"),
     "gemma3-270m": ("google/gemma-3-270m", "gemma"),
+    "qwen2.5-coder-0.5b-instruct": ("Qwen/Qwen2.5-Coder-0.5B-Instruct", "apache-2.0"),
 }
 """Hub names and licences of the packaged models."""
 
