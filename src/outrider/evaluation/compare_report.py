@@ -21,8 +21,8 @@ from outrider.evaluation.statistics import ALPHA, COVERAGE, MIN_SEEDS, Band, Est
 from outrider.files import replace_file
 from outrider.printing import FittedTable, is_graded, one_line, points, score
 from outrider.protocols import COMPARABLE, all_points
-from outrider.viewer.report import page_template, score_mark
-from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart
+from outrider.viewer.evaluations import score_mark
+from outrider.viewer.report_parts import Chart, Point, Series, number, page_template, svg_chart
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
 _COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note reports unequal costs

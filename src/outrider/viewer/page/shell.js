@@ -40,11 +40,11 @@ export function top(run, kind = "", where = "", state = null) {
     nav,
     brand,
     h("span", { class: "name" }, run.id.replace(/-[0-9a-f]{8}$/, "")),
-    h("a", { href: base, ...at("curves") }, "Curves"),
+    h("a", { href: base, ...at("overview") }, "Overview"),
+    h("a", { href: `${base}/curves`, ...at("curves") }, "Curves"),
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
     h("a", { href: `${base}/memory/${memoryStep(where, newestPlace)}`, ...at("memory") }, "Memory"),
-    h("a", { href: `${base}/alarms`, ...at("alarms") }, "Alarms"),
   );
 }
 

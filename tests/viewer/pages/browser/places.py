@@ -16,7 +16,7 @@ def place(row: dict[str, Any]) -> str:
     return f"{row['where']}/{row['trace_id'].rpartition('/')[2]}"
 
 
-VIEWS = ("curves", "step", "all", "group", "rollout", "beside", "counter", "memory", "alarms", "task")
+VIEWS = ("overview", "curves", "step", "all", "group", "rollout", "beside", "counter", "memory", "task")
 
 
 def views(served: Served) -> dict[str, str]:
@@ -24,7 +24,8 @@ def views(served: Served) -> dict[str, str]:
     row = row_with(served, kind="hybrid")
     here, rollout = place(row), row["rollout"]
     return {
-        "curves": "",
+        "overview": "",
+        "curves": "curves",
         "step": f"step/{row['where']}",
         "all": "all",
         "group": f"group/{here}",
@@ -32,7 +33,6 @@ def views(served: Served) -> dict[str, str]:
         "beside": f"beside/{here}/{(rollout + 1) % 4}/{rollout}",
         "counter": f"counter/{here}/{rollout}",
         "memory": "memory/2",
-        "alarms": "alarms",
         "task": f"task/{row['task_key']}",
     }
 
