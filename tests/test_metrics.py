@@ -46,7 +46,7 @@ def test_declared_names_are_unique_well_formed_and_explained() -> None:
     assert len(set(names)) == len(names)
     for metric in DECLARED:
         assert re.fullmatch(r"[a-z]+/[a-z_]+(/\{[a-z]+\})?", metric.name)
-        assert all((metric.unit, metric.meaning, metric.healthy, metric.look_at))
+        assert all((metric.unit, metric.meaning, metric.healthy_range, metric.look_at))
 
 
 def test_metrics_of_a_group_are_declared_together() -> None:

@@ -36,6 +36,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "prompt": ("prompt", "inspect", "print the first prompt of a task: messages, text, ids"),
     "watch": ("view", "inspect", "follow a run from another terminal"),
     "view": ("view", "inspect", "open runs in the browser (extra: view)"),
+    "why": ("why", "inspect", "look for known problems in a run, with the numbers"),
     "replay": ("replay", "inspect", "replay the rollouts of a training step without a model"),
     "compare": ("replay", "compare", "compare runs over seeds: intervals, tests, curves"),
     "protocol": ("protocol", "compare", "compare recipes and runs with published protocols"),

@@ -51,7 +51,8 @@ def _metric_lines(name: str) -> list[str]:
     return [
         name,
         *_wrapped(metric.meaning, "  "),
-        *_fields(unit=metric.unit, healthy=metric.healthy, look_at=metric.look_at, page="docs/metrics.md"),
+        *_fields(unit=metric.unit, healthy=metric.healthy_range),
+        *_fields(look_at=metric.look_at, page="docs/metrics.md"),
     ]
 
 

@@ -78,5 +78,5 @@ def _table(title: str, metrics: Iterable[Metric]) -> str:
 
 
 def _row(metric: Metric) -> str:
-    cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy, metric.look_at)
+    cells = (f"`{metric.name}`", metric.unit, metric.meaning, metric.healthy_range, metric.look_at)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

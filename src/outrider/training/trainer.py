@@ -70,6 +70,8 @@ from outrider.training.step_metrics import (
 )
 from outrider.training.step_records import NodeValues, collect_node_values
 from outrider.viewer.progress import Field, Progress
+from outrider.viewer.ranges import RangeWatch
+from outrider.viewer.run_reader import read_run
 from outrider.viewer.summary import STEP_FIELDS
 from outrider.viewer.trackers import TrackerSet
 
@@ -99,6 +101,7 @@ class Trainer:
     checkpoint_seconds: float = 0.0  # of the last checkpoint that this process wrote
     state: RunState = field(init=False)
     advice: Advice = field(init=False)
+    range_watch: RangeWatch | None = None  # from the first step of this command on
     async_queue: "AsyncRolloutQueue | None" = None  # with cluster.in_flight, from the first step on
 
     def __post_init__(self) -> None:
@@ -374,6 +377,8 @@ class Trainer:
             self.num_restarts = 0
         values["time/checkpoint"] = self.checkpoint_seconds
         state.files.write_step(parts, sampled.traces, node_values, step=state.step)
+        if self.range_watch is None:
+            self.range_watch = RangeWatch.from_run(read_run(self.run.path))
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
         self.trackers.log_rollouts(state.step, sampled.traces)
@@ -381,6 +386,7 @@ class Trainer:
             step_alarms(parts.settings, step=state.step, values=values, fault_reasons=sampled.fault_reasons)
         )
         self._note_lines(self.advice.lines(sampled.traces, step=state.step, values=values))
+        self._note_lines(self.range_watch.update(state.step, values))
         if parts.remote is not None:
             self._note_lines(parts.remote.notes())
 

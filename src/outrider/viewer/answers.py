@@ -87,8 +87,9 @@ def metric_curves(run: Path) -> dict[str, Any]:
 
 
 def describe_metric(name: str, settings: Mapping[str, str]) -> dict[str, str | float | None]:
-    """Unit, meaning, healthy range (in words, and ``low`` and ``high`` in a run with these settings) and where
-    to look. Fields are empty for a metric that is not registered here, for example that of a plug-in."""
+    """Unit, meaning, healthy range (in words, and as numbers ``low`` and ``high`` for a run with these
+    settings) and where to look. Fields are empty for a metric that is not registered here, for example that
+    of a plug-in."""
     try:
         metric = declared_metric(name)
     except UndeclaredMetric:
@@ -98,7 +99,7 @@ def describe_metric(name: str, settings: Mapping[str, str]) -> dict[str, str | f
     return {
         "unit": "" if metric.unit == "1" else metric.unit,
         "meaning": metric.meaning,
-        "healthy": metric.healthy,
+        "healthy": metric.healthy_range,
         "look_at": metric.look_at,
         "low": low,
         "high": high,

@@ -70,7 +70,10 @@ class StepFiles:
             # a stream, because messages about a path name the folders of this machine
             with (self.directory / name).open("rb") as stream:
                 # single-threaded: half the time of `pq.read_table` for these small files
-                table = pq.ParquetFile(stream).read(use_threads=False)
+                file = pq.ParquetFile(stream)
+                written = set(file.schema_arrow.names)
+                names = [name for name in schema.names if name in written]
+                table = file.read(columns=names, use_threads=False)
             added = _added(table, schema)
             columns = [added[name] if name in added else table[name] for name in schema.names]
             return pa.table(columns, schema.names).cast(schema)

@@ -191,7 +191,7 @@ def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
         unit = "share, 0 to 1" if metric.unit == "1" and "share" in metric.meaning else metric.unit
         chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=plotted)
         caption = "; ".join(f"{name}: {declared_metric(name).meaning}" for _, name in lines)
-        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy}."))
+        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy_range}."))
     return figures, missing
 
 

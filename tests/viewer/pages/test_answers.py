@@ -42,7 +42,7 @@ def test_every_metric_has_the_registrys_words(served: Served, recorded: Path) ->
         assert values == [row[name] for row in table]
         metric = declared_metric(name)
         assert found["metrics"][name]["meaning"] == metric.meaning
-        assert found["metrics"][name]["healthy"] == metric.healthy
+        assert found["metrics"][name]["healthy"] == metric.healthy_range
 
 
 @pytest.mark.parametrize(

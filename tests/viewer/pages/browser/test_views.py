@@ -40,7 +40,7 @@ def test_curves_show_every_metric_with_the_registrys_words(served: Served, at: A
     assert sorted(cards.evaluate_all("all => all.map(one => one.dataset.metric)")) == sorted(names)
     for name in ("reward/mean", "entropy/token_mean"):
         words = page.locator(f'[data-metric="{name}"]').inner_text()
-        assert declared_metric(name).meaning in words and declared_metric(name).healthy in words
+        assert declared_metric(name).meaning in words and declared_metric(name).healthy_range in words
     page.get_by_label("find a metric").fill("reward/mean")
     until(page, "document.querySelectorAll('[data-metric]').length === 1")
     plot = page.locator('[data-metric="reward/mean"] .plot')
