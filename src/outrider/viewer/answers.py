@@ -508,7 +508,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 Params = Mapping[str, str]
 REQUESTS: Final = frozenset(
     {"runs", "curves", "places", "rollouts", "search", "group", "tokens", "text", "memory", "neighbours"}
-    | {"shown", "overview"}
+    | {"shown", "alarms", "overview"}
 )
 
 
@@ -580,6 +580,8 @@ class Viewer:
                 return insertions(run.path, memory=memory, key=key, item=int(params["item"]))
             case "shown":
                 return insertions(run.path, until=int(params["step"]))
+            case "alarms":
+                return read_alarms(run.path)
             case "overview":
                 return {"html": self._overview(run, is_shared=params.get("shared") == "1")}
         raise KeyError(request)

@@ -20,6 +20,7 @@ from markupsafe import Markup
 from outrider.viewer.effects import effects
 from outrider.viewer.evaluations import evaluation_charts, format_evaluation, gain_of_main
 from outrider.viewer.findings import find_problems
+from outrider.viewer.ranges import out_of_range
 from outrider.viewer.records import step_file
 from outrider.viewer.report_parts import Chart, Point, Series, number, page_template, svg_chart
 from outrider.viewer.run_reader import RunData, finite, live_state, read_alarms, read_notes
@@ -93,7 +94,9 @@ def overview(
         trend=_trend(data, [loss for _, loss in losses]),
         fates=_chart("Outcomes", "rollouts", _series(fates, _FATES), is_stacked=True),
         fall=_fall(data, training, fates),
-        signs=_chart("Advantage", "share, %", _series(_signs(training), _SIGNS), is_stacked=True, is_share=True),
+        signs=_chart(
+            "Advantage", "share, %", _series(_signs(training), _SIGNS), is_stacked=True, is_share=True
+        ),
         signal=_signal(newest),
         steps=steps,
         num_recent=len(steps[-_NUM_RECENT:]),
@@ -102,6 +105,7 @@ def overview(
         effects=effects(run),
         failures=_failures(data, training, calls),
         findings=find_problems(run),
+        outside=_outside(data),
         alarms=[
             alarm | {"time": _date(alarm["time"]), "text": _without_run(alarm["text"], run)}
             for alarm in alarms[: -_NUM_ALARMS - 1 : -1]
@@ -301,10 +305,19 @@ def _noise(amount: float, sides: Sequence[_Rows]) -> str:
 
 def _difficulty(training: pa.Table, steps: tuple[int, int], sides: Sequence[_Rows]) -> str:
     keys = [{row["task_key"] for row in rows} for rows in sides]
-    same = pc.is_in(pc.cast(training["task_key"], pa.string()), pa.array(keys[0] | keys[1], pa.string()))
-    here = pc.is_in(training["step"], pa.array(steps, pa.int64()))
-    known = _returns(training.filter(pc.and_(same, pc.invert(here))).to_pylist(), "task_key")
-    means = [[fmean(known[key]) for key in side if key in known] for side in keys]
+    names = pc.cast(training["task_key"], pa.string())
+    others = pa.table([names, training["episode_return"]], "ky").filter(
+        pc.and_(
+            pc.and_(
+                pc.is_in(names, pa.array(keys[0] | keys[1], pa.string())),
+                pc.is_finite(training["episode_return"]),
+            ),
+            pc.invert(pc.is_in(training["step"], pa.array(steps, pa.int64()))),
+        )
+    )
+    grouped = others.group_by("k").aggregate([("y", "mean")]).to_pylist()
+    known = {row["k"]: row["y_mean"] for row in grouped}
+    means = [[known[key] for key in side if key in known] for side in keys]
     if not all(means):
         return "Difficulty of the tasks: not known, other steps have other tasks."
     return f"The same tasks in other steps: {_change(*map(fmean, means))}."
@@ -402,6 +415,20 @@ def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]
             f"Whole run: {executed} calls executed, {refused} refused because their number was used up, "
             f"{invalid} invalid actions, {faults} rollouts ended by a tool fault."
         )
+
+
+# Is anything wrong?
+
+
+def _outside(data: RunData) -> list[str]:
+    """The metrics that end outside of their healthy range, with their value and the range."""
+
+    def limit(end: float | None) -> str:
+        return "…" if end is None else f"{end:.3g}"
+
+    return [
+        f"{one.name} {one.value:.3g} ({limit(one.low)} to {limit(one.high)})" for one in out_of_range(data)
+    ]
 
 
 # What did it cost?

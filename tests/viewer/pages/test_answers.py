@@ -15,7 +15,6 @@ from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.viewer import search as text_search
 from outrider.viewer.answers import Catalogue
-from outrider.viewer.run_reader import read_alarms
 from outrider.viewer.search import TextSearch, _read
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
@@ -31,7 +30,7 @@ def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -
     last = outrider.load_run(recorded).evaluations().to_pylist()[-1]
     assert (run["status"], run["method"], run["task"], run["steps"]) == ("finished", "combined", "tools", 3)
     assert run["score"] == [last["score.value"], last["score.ci_low"], last["score.ci_high"]]
-    assert run["alarm"] == read_alarms(recorded)[-1] and run["num_alarms"] >= 1
+    assert run["alarm"] == served.data("alarms")[-1] and run["num_alarms"] >= 1
 
 
 def test_every_metric_has_the_registrys_words(served: Served, recorded: Path) -> None:

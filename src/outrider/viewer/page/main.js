@@ -4,6 +4,7 @@ import { ask } from "./data.js";
 import { fill, h, tell, visible } from "./dom.js";
 import { follow } from "./follow.js";
 import { top } from "./shell.js";
+import { showAlarms } from "./alarms.js";
 import { showBeside } from "./beside.js";
 import { showCounter } from "./counter.js";
 import { showCurves } from "./curves.js";
@@ -25,6 +26,7 @@ const VIEWS = {
   beside: showBeside,
   counter: showCounter,
   memory: showMemory,
+  alarms: showAlarms,
   task: showTask,
 };
 const main = document.getElementById("main");

@@ -98,6 +98,6 @@ function row(run, chosen, changed) {
     ),
     h("td", { class: "n" }, `${number(run.steps)}${run.num_steps ? ` / ${run.num_steps}` : ""}`),
     h("td", { class: "n" }, number(run.tokens)),
-    h("td", { class: "wide" }, run.alarm ? h("a", { href: at }, line(run.alarm.text, 70)) : "–"),
+    h("td", { class: "wide" }, run.alarm ? h("a", { href: `${at}/alarms` }, line(run.alarm.text, 70)) : "–"),
   );
 }

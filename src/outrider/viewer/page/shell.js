@@ -45,6 +45,7 @@ export function top(run, kind = "", where = "", state = null) {
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
     h("a", { href: `${base}/memory/${memoryStep(where, newestPlace)}`, ...at("memory") }, "Memory"),
+    h("a", { href: `${base}/alarms`, ...at("alarms") }, "Alarms"),
   );
 }
 

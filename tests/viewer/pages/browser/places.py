@@ -16,7 +16,19 @@ def place(row: dict[str, Any]) -> str:
     return f"{row['where']}/{row['trace_id'].rpartition('/')[2]}"
 
 
-VIEWS = ("overview", "curves", "step", "all", "group", "rollout", "beside", "counter", "memory", "task")
+VIEWS = (
+    "overview",
+    "curves",
+    "step",
+    "all",
+    "group",
+    "rollout",
+    "beside",
+    "counter",
+    "memory",
+    "alarms",
+    "task",
+)
 
 
 def views(served: Served) -> dict[str, str]:
@@ -33,6 +45,7 @@ def views(served: Served) -> dict[str, str]:
         "beside": f"beside/{here}/{(rollout + 1) % 4}/{rollout}",
         "counter": f"counter/{here}/{rollout}",
         "memory": "memory/2",
+        "alarms": "alarms",
         "task": f"task/{row['task_key']}",
     }
 

@@ -124,6 +124,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "rollout/step-000001/0/0",
         "counter/step-000001/0/0",
         "memory/1",
+        "alarms",
         "curves",
         "all",
         "",

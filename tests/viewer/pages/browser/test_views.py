@@ -8,7 +8,6 @@ from typing import Any
 
 import outrider
 from outrider.metrics import declared_metric
-from outrider.viewer.run_reader import read_alarms
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.browser.places import place, row_with, until
 from tests.viewer.pages.serving import Served
@@ -221,13 +220,13 @@ def test_what_if_shows_siblings_without_the_splice_and_the_differences(served: S
         assert re.fullmatch(r"[+-]?[\d.e-]+", entry.locator("td").nth(3).inner_text())
 
 
-def test_alarms_lead_to_their_step(recorded: Path, at: At) -> None:
-    page = at()
-    alarms = read_alarms(recorded)
-    assert page.locator(".alarms li").count() == len(alarms)
-    before = [alarm["text"] for alarm in alarms if alarm["step"] is None]
+def test_alarms_lead_to_their_step(served: Served, at: At) -> None:
+    page = at("alarms")
+    found = served.data("alarms")
+    assert page.locator(".alarms li").count() == len(found)
+    before = [alarm["text"] for alarm in found if alarm["step"] is None]
     assert page.locator(".alarms li", has_text="before training").count() == len(before)
-    step = next(alarm["step"] for alarm in reversed(alarms) if alarm["step"] is not None)
+    step = next(alarm["step"] for alarm in found if alarm["step"] is not None)
     page.locator(".alarms a").first.click()
     page.wait_for_selector(f"h1:has-text('Step {step}')")
 
