@@ -32,6 +32,7 @@ from outrider.memory.step_store import newest_revision, search_steps
 from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
 from outrider.types import Origin
+from outrider.viewer.evaluations import format_evaluation, score_share
 from outrider.viewer.overview import overview as draw_overview
 from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
@@ -71,13 +72,15 @@ def metric_curves(run: Path) -> dict[str, Any]:
         "evaluations": [
             {
                 "number": number,
-                "label": evaluation.full_label,
+                "label": evaluation.full_label
+                if score_share(evaluation) or not evaluation.metrics
+                else f"{evaluation.full_label}: {format_evaluation(evaluation)}",
                 "step": evaluation.step,
                 "split": evaluation.split,
                 "num_tasks": evaluation.num_tasks,
                 "num_faults": evaluation.num_faults,
                 "score": [score.value, score.ci_low, score.ci_high]
-                if (score := evaluation.metrics.get("score"))
+                if (score := score_share(evaluation))
                 else None,
             }
             for number, evaluation in enumerate(data.evaluations)
@@ -467,7 +470,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     data = read_run(run.path)
     status = run.status
     last = data.main_evaluations[-1] if data.evaluations else None
-    score = last.metrics.get("score") if last is not None else None
+    score = score_share(last) if last is not None else None
     alarms = read_alarms(run.path)
     return {
         "id": run.id,

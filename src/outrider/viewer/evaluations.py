@@ -7,7 +7,7 @@ from typing import Any, Final
 from outrider.printing import score
 from outrider.rollout.evaluate import PairedGain, describe_conditions, gain_over_start
 from outrider.viewer.report_parts import Chart, Point, Series
-from outrider.viewer.run_reader import Evaluation, RunData
+from outrider.viewer.run_reader import Evaluation, Interval, RunData
 
 _MAX_SERIES: Final = 4  # the number of line styles of the page
 SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; other metrics are plain numbers
@@ -181,6 +181,11 @@ def _head(run: RunData, evaluation: Evaluation) -> str:
     )
     faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
     return f"step {evaluation.step}, {evaluation.num_tasks} tasks{faults}, {conditions}"
+
+
+def score_share(evaluation: Evaluation) -> Interval | None:
+    """The share of solved tasks, or None if the evaluation has only metrics that are no share."""
+    return next((value for name, value in evaluation.metrics.items() if name in SHARES), None)
 
 
 def gain_of_main(run: RunData) -> PairedGain | None:
