@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Final
 
 import pyarrow as pa
@@ -32,7 +32,6 @@ class Effect:
     text: str
 
 
-_MANY: Final = 1000  # groups; a bootstrap of more takes seconds and hundreds of MiB
 _NAMES: Final = {"hybrid": "retrieved", "tips": "had tips", "forked": "branched from another one"}
 _READ: Final = ("trace_id", "rollout", "episode_return", "mode", "kind", "forked_from")
 _COLUMNS: Final = pa.schema([ROLLOUT_SCHEMA.field(name) for name in _READ])
@@ -66,7 +65,7 @@ def effects(run: Path) -> list[Effect]:
 
 def _effect(kind: str, by_step: Mapping[int, Sequence[float]], modes: Sequence[str]) -> Effect:
     values = [value for differences in by_step.values() for value in differences]
-    low, high = _interval(values) if len(values) > 1 else (float("nan"), float("nan"))
+    low, high = difference_interval(values) if len(values) > 1 else (float("nan"), float("nan"))
     interval = f" [{low:+.2f}, {high:+.2f}]" if len(values) > 1 else ""
     return Effect(
         kind=kind,
@@ -78,13 +77,6 @@ def _effect(kind: str, by_step: Mapping[int, Sequence[float]], modes: Sequence[s
         text=f"The return of rollouts that {_NAMES[kind]} minus that of on-policy rollouts of the same group "
         f"is {fmean(values):+.2f}{interval} (groups: {len(values)}), {_caveat(kind, modes)}.",
     )
-
-
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    if len(values) <= _MANY:
-        return difference_interval(values)
-    mean, margin = fmean(values), 1.96 * stdev(values) / len(values) ** 0.5
-    return mean - margin, mean + margin
 
 
 def _caveat(kind: str, modes: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,7 @@ _TEMPLATE: Final = Path(__file__).with_name("overview.html.j2")
 _NUM_RECENT: Final = 10  # steps whose turns are read, because turns are most of a run's bytes
 _NUM_ITEMS: Final = 3  # of a list in an answer
 _NUM_ALARMS: Final = 200
-_SIZE: Final = {"width": 280, "height": 150}
+_SIZE: Final[Mapping[str, Any]] = {"width": 280, "height": 150}
 _FATES: Final[Mapping[str, tuple[str, ...]]] = {
     "rewarded": (),
     "wrong": ("finished",),
@@ -126,13 +126,11 @@ def _chart(title: str, unit: str, series: Sequence[Series], **options: bool) -> 
     if not any(line.values for line in series):
         return Markup("")
     return svg_chart(
-        Chart(title=title, x_label="step", y_label=unit, series=tuple(series), **_SIZE, **options)  # type: ignore[arg-type]
+        Chart(title=title, x_label="step", y_label=unit, series=tuple(series), **_SIZE, **options)
     )
 
 
-def _series(
-    values: Mapping[int, Mapping[str, float | None]], labels: Iterator[str] | Sequence[str]
-) -> list[Series]:
+def _series(values: Mapping[int, Mapping[str, float | None]], labels: Iterable[str]) -> list[Series]:
     """One series for each label."""
     return [
         Series(
@@ -394,17 +392,17 @@ def _recent_nodes(run: Path, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
 
 
 def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]) -> Iterator[str]:
-    column = training["num_failed_calls"] if "num_failed_calls" in training.column_names else []
-    if any_known := len(column) and column.null_count < len(column):
+    column = training["num_failed_calls"] if "num_failed_calls" in training.column_names else None
+    if is_known := column is not None and column.null_count < len(column):
         failed, total = (pc.sum(training[name]).as_py() for name in ("num_failed_calls", "num_calls"))
-        yield f"{failed} of {total} calls on the paths of all rollouts."
+        yield f"{failed} of {total} calls on the paths of all rollouts failed."
     totals: Counter[str] = Counter()
     for (name, _), num in calls.items():
         totals[name] += num
     failed_calls = Counter({key: num for key, num in calls.items() if key[1] != "ok"})
     for (name, status), num in failed_calls.most_common(_NUM_ITEMS):
         yield f"{name}: {status} {num} of {totals[name]} calls."
-    if not calls and not any_known:
+    if not calls and not is_known:
         yield "Not recorded for single calls."
     if data.curve("train", "rollout/num_tool_calls"):
         executed, refused, invalid, faults = (
