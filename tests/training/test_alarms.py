@@ -21,6 +21,8 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
 from outrider.training.step_metrics import retrieval_metrics, rollout_metrics, skipped_alarms, step_alarms
 from outrider.types import Message, Origin, Outcome, Task
+from outrider.viewer.ranges import RangeWatch
+from outrider.viewer.run_reader import read_alarms
 from tests.log_lines import messages
 from tests.training.tool_run import write_tool_run
 
@@ -146,6 +148,18 @@ def test_a_skipped_update_is_an_alarm() -> None:
     assert skipped_alarms(2, {"grad/num_skipped": 0.0}) == []
     [line] = skipped_alarms(2, {"grad/num_skipped": 1.0})
     assert "ALARM: 1 optimiser step(s) of step 2 were skipped" in line
+
+
+def test_a_metric_that_leaves_its_range_is_an_alarm_of_the_run(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history is made up; the gradient of the one step is clipped."""
+    monkeypatch.setattr(
+        RangeWatch, "from_run", lambda data: RangeWatch(data.settings, {"grad/clipped_fraction": (6, 0, 4)})
+    )
+    run = train(recipe, "ranges", "evaluation.num_tasks=1", "optimizer.max_grad_norm=1e-6")
+    [alarm] = [alarm for alarm in read_alarms(run) if "grad/clipped" in alarm["text"]]
+    assert alarm["step"] == 1 and "(at most 0.5) for 5 steps" in alarm["text"]
 
 
 def test_a_long_reason_is_cut() -> None:

@@ -1,9 +1,10 @@
 """Whether retrieval, tips or branching raised the return, compared within groups."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any, Final
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ from outrider.viewer.records import ROLLOUT_SCHEMA, ROLLOUTS, StepFiles, step_fi
 class Effect:
     """Mean difference of the return between the rollouts of ``kind`` (``hybrid``, ``tips`` or ``forked``) and
     the on-policy rollouts of the same group, with its 95 % interval over ``num_groups`` groups (NaN for fewer
-    than two).
+    than two, too narrow for fewer than ten).
 
     ``by_step`` has (training step, mean difference, number of groups) in order. ``text`` is one sentence with
     the result and its caveat.
@@ -33,6 +34,7 @@ class Effect:
 
 
 _NAMES: Final = {"hybrid": "retrieved", "tips": "had tips", "forked": "branched from another one"}
+_MANY: Final = 300
 _READ: Final = ("trace_id", "rollout", "episode_return", "mode", "kind", "forked_from")
 _COLUMNS: Final = pa.schema([ROLLOUT_SCHEMA.field(name) for name in _READ])
 
@@ -65,8 +67,13 @@ def effects(run: Path) -> list[Effect]:
 
 def _effect(kind: str, by_step: Mapping[int, Sequence[float]], modes: Sequence[str]) -> Effect:
     values = [value for differences in by_step.values() for value in differences]
-    low, high = difference_interval(values) if len(values) > 1 else (float("nan"), float("nan"))
-    interval = f" [{low:+.2f}, {high:+.2f}]" if len(values) > 1 else ""
+    low, high, interval = math.nan, math.nan, ""
+    if len(values) > 1:
+        margin = 1.96 * stdev(values) / math.sqrt(len(values))
+        # a bootstrap of thousands of groups takes seconds, and their mean is normal
+        normal = fmean(values) - margin, fmean(values) + margin
+        low, high = difference_interval(values) if len(values) <= _MANY else normal
+        interval = f" [{low:+.2f}, {high:+.2f}]"
     return Effect(
         kind=kind,
         difference=fmean(values),

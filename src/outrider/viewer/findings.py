@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Final, TypeAlias
@@ -61,7 +62,8 @@ def find_problems(run: Path) -> list[Finding]:
 Curve: TypeAlias = Sequence[tuple[int, float]]  # (step, value)
 Problem: TypeAlias = tuple[str, Curve, str] | None  # text, the steps with their values, what to look at
 
-_WINDOW: Final = 10  # most steps at each end that are compared: their mean is hardly noise
+_WINDOW: Final = 5  # most steps at each end of the run that are compared
+_RECENT: Final = 10  # last steps whose shares are looked at
 _MIN_WINDOW: Final = 2
 _FEW: Final = 8  # groups, or retrievals, below which a share says nothing
 
@@ -72,7 +74,7 @@ def _curve(data: RunData, name: str) -> Curve:
 
 def _recent(data: RunData, name: str) -> Curve:
     """The values of a metric in the last steps of the run."""
-    return [(step, value) for step, value in _curve(data, name) if step > data.num_steps - _WINDOW]
+    return [(step, value) for step, value in _curve(data, name) if step > data.num_steps - _RECENT]
 
 
 def _total(curve: Curve) -> float:
@@ -105,7 +107,7 @@ def _return_range(data: RunData) -> tuple[float, float]:
     return min((low for _, low in lows), default=0.0), max((high for _, high in highs), default=0.0)
 
 
-_NO_SIGNAL: Final = 0.8  # share of groups without a gradient; runs that learn hard tasks begin below it
+_NO_SIGNAL: Final = 0.8  # share of groups without a gradient: most of the tokens teach nothing
 _CAUSES: Final = {
     "singleton": ("are single rollouts", "algorithm.group_size, and rollouts that were lost to faults"),
     "unscorable": ("were lost to faults", "the log: it names the faults of tools, simulators and engines"),
@@ -212,7 +214,7 @@ def _truncation(data: RunData) -> Problem:
     by_turns, by_tokens = (
         _total(_recent(data, f"rollout/num_truncated_{name}")) / num for name in ("turns", "tokens")
     )
-    if by_turns + by_tokens < _TRUNCATED:
+    if not rollouts or by_turns + by_tokens < _TRUNCATED:
         return None
     limit = "max_turns" if by_turns > by_tokens else "max_turn_tokens, rollout.max_response_tokens"
     return (
@@ -261,8 +263,8 @@ def _crutch(data: RunData, helped: str, alone: str) -> Problem:
 
 
 _WORD: Final = re.compile(r"\w+|[^\w\s]")
-_MOST: Final = 8  # tasks of a step and rollouts of a task that are read
-_TRACE_WINDOW: Final = 5
+_MOST: Final = 8  # tasks of a step, and rollouts of a task: more would take seconds
+_MOST_WORDS: Final = 300  # of a rollout
 _NUM_PERMUTATIONS: Final = 10
 _RECOGNIZED: Final = 0.25  # least excess over chance in the first steps: else there is nothing to lose
 _LOST: Final = 0.25  # share of this excess that remains; policies that learn their tasks keep or raise it
@@ -272,7 +274,7 @@ _COLUMNS: Final = pa.schema([SCHEMA.field(name) for name in ("task_key", "rollou
 def _template_collapse(run: Path) -> Problem:
     files = StepFiles(run / "traces")
     steps = files.steps()
-    size = min(_TRACE_WINDOW, len(steps) // 3)
+    size = min(_WINDOW, len(steps) // 3)
     windows = [steps[:size], steps[-size:]] if size >= _MIN_WINDOW else []
     shares = [
         [(step, *share) for step in window if (share := _recognized(files, step)) is not None]
@@ -306,12 +308,17 @@ def _recognized(files: StepFiles, step: int) -> tuple[float, float] | None:
         table = files.read_table(step_file(step), _COLUMNS)
     except DataError:
         return None
-    rollouts: dict[str, dict[int, Counter[str]]] = {}
+    turns: dict[str, dict[int, list[str]]] = {}
     for row in table.to_pylist():
         if row["origin"] == Origin.POLICY:
-            counter = rollouts.setdefault(row["task_key"], {}).setdefault(row["rollout"], Counter())
-            counter.update(_WORD.findall(row["text"].lower()))
-    groups = [list(group.values())[:_MOST] for group in rollouts.values() if len(group) > 1][:_MOST]
+            turns.setdefault(row["task_key"], {}).setdefault(row["rollout"], []).append(row["text"].lower())
+    groups = [
+        [
+            Counter(match[0] for match in islice(_WORD.finditer(" ".join(texts)), _MOST_WORDS))
+            for texts in islice(group.values(), _MOST)
+        ]
+        for group in islice((group for group in turns.values() if len(group) > 1), _MOST)
+    ]
     if len(groups) < 2:
         return None
     words = {word: 0 for group in groups for counter in group for word in counter}

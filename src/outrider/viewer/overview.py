@@ -121,7 +121,7 @@ def overview(
     return Markup(_INVISIBLE.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", page))
 
 
-def _chart(title: str, unit: str, series: Sequence[Series], **options: bool) -> Markup:
+def _chart(title: str, unit: str, series: Sequence[Series], **options: Any) -> Markup:
     """A chart over steps, or nothing if no series has a value."""
     if not any(line.values for line in series):
         return Markup("")
