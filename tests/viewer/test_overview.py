@@ -161,9 +161,15 @@ def test_only_the_page_on_this_machine_names_host_and_folders(good_run: Path, go
     assert not [part for part in ("planted-host", "/home/someone", str(good_run), "href") if part in shared]
 
 
+def test_the_folder_of_a_run_may_be_the_current_one(bad_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bad_run)
+    assert "ALARM: step 5: bad is planted" in page_of(Path()) and "outrider 0.3.0" in page_of(Path())
+
+
 def test_hostile_text_is_text_and_turns_nothing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", num_steps=4)
-    (run / "notes.jsonl").write_text(json.dumps({"step": 1, "text": f"ALARM: {HOSTILE}\u202e\x1b"}) + "\n")
+    note = {"step": "<b>", "time": "x", "text": f"ALARM: {HOSTILE}\u202e\x1b"}
+    (run / "notes.jsonl").write_text(json.dumps(note) + "\n")
     page = page_of(run)
     assert "<script" not in page and "<img" not in page and "⟨U+202E⟩⟨U+001B⟩" in page
 

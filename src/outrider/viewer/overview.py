@@ -107,7 +107,11 @@ def overview(
         findings=find_problems(run),
         outside=_outside(data),
         alarms=[
-            alarm | {"time": _date(alarm["time"]), "text": _without_run(alarm["text"], run)}
+            {
+                "text": _without_run(alarm["text"], run),
+                "time": _date(alarm["time"]),
+                "step": alarm["step"] if isinstance(alarm["step"], int) else None,
+            }
             for alarm in alarms[: -_NUM_ALARMS - 1 : -1]
         ],
         num_alarms=len(alarms),
@@ -187,7 +191,7 @@ def _origin(run: Path, *, is_shared: bool) -> str:
 
 
 def _without_run(text: str, run: Path) -> str:
-    for path in (run.resolve(), run.absolute(), run):
+    for path in (run.resolve(), run.absolute()):
         text = text.replace(str(path), run.resolve().name)
     return text
 
