@@ -22,7 +22,7 @@ from outrider.training.data import read_eval_tasks
 from outrider.training.settings import RunSettings
 from outrider.training.trainer import Trainer
 from outrider.types import Task
-from outrider.viewer.report import evaluation_charts, evaluation_tables
+from outrider.viewer.evaluations import evaluation_charts, evaluation_tables
 from outrider.viewer.run_reader import read_run
 from outrider.viewer.summary import one_line_summary, summary_lines
 from tests.rollout.fakes import END, Factory, Fake, scheduler, scripted

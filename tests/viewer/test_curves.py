@@ -3,6 +3,7 @@ escaped labels.
 """
 
 import itertools
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -17,6 +18,7 @@ from outrider.viewer.report_parts import (
     moving_mean,
     number,
     svg_chart,
+    tick_labels,
     ticks,
 )
 
@@ -114,3 +116,40 @@ def test_a_chart_without_values_is_refused() -> None:
 )
 def test_numbers_for_people(value: float, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_stacked_bars_lie_on_each_other() -> None:
+    parts = (line(1.0, 2.0, label="good"), line(3.0, 0.0, label="bad"))
+    stacked = Chart(title="Fate", x_label="step", y_label="rollouts", series=parts, is_stacked=True)
+    drawn = [paths(svg_chart(stacked), f"bar s{index}")[0] for index in (0, 1)]
+    edges = [re.findall(r"M\S+ (\S+?)V(\S+?)H", path) for path in drawn]
+    # 40 units of the frame are one rollout: 1 of 4, 2 of 4, and 3 on top of the first.
+    assert edges == [[("186.0", "146.0"), ("186.0", "106.0")], [("146.0", "26.0")]]
+
+
+def test_a_legend_that_is_too_wide_gets_another_row() -> None:
+    names = ("rewarded", "wrong", "turn limit", "token limit")
+    small = Chart(
+        title="Fate", x_label="step", y_label="", width=280, height=150,
+        series=tuple(line(1.0, 2.0, label=name) for name in names),
+    )  # fmt: skip
+    root = ElementTree.fromstring(svg_chart(small))
+    height = float(root.attrib["viewBox"].split()[3])
+    texts = {e.text: (float(e.attrib["x"]), float(e.attrib["y"])) for e in root.iter() if e.text in names}
+    assert len(texts) == 4 and all(y < height for _, y in texts.values()) and height > 150
+    assert all(x + 6 * len(name) < 280 for name, (x, _) in texts.items())
+
+
+@pytest.mark.parametrize(
+    ("marks", "labels"),
+    [
+        ([0, 5000, 10_000, 15_000], ["0", "5k", "10k", "15k"]),
+        ([11_999, 12_000, 12_001], ["11,999", "12,000", "12,001"]),
+        ([0.9994, 0.9996, 0.9998, 1.0], ["0.9994", "0.9996", "0.9998", "1.0000"]),
+        ([-0.5, 0, 0.5], ["-0.5", "0", "0.5"]),
+        ([0, 2e-7, 4e-7], ["0", "2e-07", "4e-07"]),
+        ([0, 1e6, 2e6], ["0", "1M", "2M"]),
+    ],
+)
+def test_tick_labels_tell_ticks_apart(marks: list[float], labels: list[str]) -> None:
+    assert tick_labels(marks) == labels

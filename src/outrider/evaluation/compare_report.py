@@ -23,8 +23,8 @@ from outrider.files import replace_file
 from outrider.printing import FittedTable, is_graded, one_line, plural, points, score
 from outrider.protocols import COMPARABLE, all_points
 from outrider.viewer.configuration import is_trained
-from outrider.viewer.report import page_template, score_mark
-from outrider.viewer.report_parts import Chart, Point, Series, number, svg_chart, ticks
+from outrider.viewer.evaluations import score_mark
+from outrider.viewer.report_parts import Chart, Point, Series, number, page_template, svg_chart, ticks
 
 MAX_SERIES: Final = 8  # as many as the page has line styles for
 _COST_RATIO: Final = 1.1  # from this ratio of mean costs on, a note reports unequal costs

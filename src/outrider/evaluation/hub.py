@@ -37,8 +37,8 @@ from outrider.training.export import export_run, find_checkpoint
 from outrider.training.run_dir import RECORD, recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Trajectory
+from outrider.viewer.evaluations import score_mark
 from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, rows_to_table, step_file
-from outrider.viewer.report import score_mark
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 CARD: Final = "README.md"

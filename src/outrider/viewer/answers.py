@@ -33,6 +33,8 @@ from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
 from outrider.printing import plural
 from outrider.types import Origin
+from outrider.viewer.evaluations import format_evaluation, score_share
+from outrider.viewer.overview import overview as draw_overview
 from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
 from outrider.viewer.run_reader import (
@@ -72,13 +74,15 @@ def metric_curves(run: Path) -> dict[str, Any]:
         "evaluations": [
             {
                 "number": number,
-                "label": evaluation.full_label,
+                "label": evaluation.full_label
+                if score_share(evaluation) or not evaluation.metrics
+                else f"{evaluation.full_label}: {format_evaluation(evaluation)}",
                 "step": evaluation.step,
                 "split": evaluation.split,
                 "num_tasks": evaluation.num_tasks,
                 "num_faults": evaluation.num_faults,
                 "score": [score.value, score.ci_low, score.ci_high]
-                if (score := evaluation.metrics.get("score"))
+                if (score := score_share(evaluation))
                 else None,
             }
             for number, evaluation in enumerate(data.evaluations)
@@ -470,7 +474,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     data = read_run(run.path)
     status = run.status
     last = data.main_evaluations[-1] if data.evaluations else None
-    score = last.metrics.get("score") if last is not None else None
+    score = score_share(last) if last is not None else None
     alarms = read_alarms(run.path)
     return {
         "id": run.id,
@@ -511,7 +515,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 Params = Mapping[str, str]
 REQUESTS: Final = frozenset(
     {"runs", "curves", "places", "rollouts", "search", "group", "tokens", "text", "memory", "neighbours"}
-    | {"shown", "alarms"}
+    | {"shown", "alarms", "overview"}
 )
 
 
@@ -522,6 +526,7 @@ class Viewer:
         self.catalogue = catalogue
         self._lock = Lock()
         self._search: tuple[str, TextSearch] | None = None
+        self._overviews: dict[tuple[str, bool], tuple[Any, str]] = {}
 
     def search(self, run: ViewedRun) -> TextSearch:
         """The text search of a run. The first call reads the run's files in a thread, so that neither the
@@ -584,7 +589,20 @@ class Viewer:
                 return insertions(run.path, until=int(params["step"]))
             case "alarms":
                 return read_alarms(run.path)
+            case "overview":
+                return {"html": self._overview(run, is_shared=params.get("shared") == "1")}
         raise KeyError(request)
+
+    def _overview(self, run: ViewedRun, *, is_shared: bool) -> str:
+        """Cached until the recorded data change; the live state is in no answer."""
+        key, now = (run.id, is_shared), fingerprint(run.path) | {"live": None}
+        if (known := self._overviews.get(key)) is None or known[0] != now:
+            data, table = read_run(run.path), run.index.table()
+            notes = [*data.notes, *sorted(run.index.notes.values())]
+            options: dict[str, Any] = {"address": f"#/run/{run.id}", "is_shared": is_shared}
+            page = draw_overview(run.path, data, table, title="Overview", notes=notes, **options)
+            self._overviews[key] = known = now, str(page)
+        return known[1]
 
 
 _OF_FILE: Final = frozenset({"group", "tokens", "text"})

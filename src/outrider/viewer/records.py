@@ -382,7 +382,7 @@ def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
         if leaf.outcome is None:
             continue
         path, node = [leaf], leaf
-        while node.parent_id != -1 and (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None:
+        while (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None and len(path) <= len(rows):
             path.append(parent)
             node = parent
         yield rollout_row(path[::-1], leaf)

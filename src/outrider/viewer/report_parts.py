@@ -8,10 +8,12 @@ axes with units.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from functools import cache
+from itertools import accumulate, chain, pairwise, zip_longest
 from pathlib import Path
 from typing import Final, TypeVar
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from outrider.errors import DataError
@@ -20,10 +22,27 @@ from outrider.types import Origin
 from outrider.viewer.records import TraceReader, TraceRow, parse_metadata
 from outrider.viewer.run_reader import finite
 
+
+@cache  # compiling a template takes longer than rendering it
+def page_template(path: Path) -> Template:
+    """The template at ``path``, which escapes all values and raises an error for undefined names."""
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(path.parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(path.name)
+
+
+# Line charts.
+
+
 MAX_POINTS: Final = 160  # more are averaged in buckets: the drawing is 380 units wide
 _SMOOTHING_MIN_POINTS: Final = 40  # points from which a moving mean is drawn over the faint raw line
-_WIDTH, _HEIGHT = 460, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 448, 26, 186  # the plot's frame
+_LEFT, _TOP = 58, 26  # of the plot's frame
+_LEGEND_ROW: Final = 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +75,12 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """A chart of up to four series that share a unit.
+    """A chart of up to four lines, or of up to six parts of stacked bars, that share a unit.
 
     ``is_share``: values are shares from 0 to 1, written in per cent. ``x_tick_labels`` name positions on the
-    x axis that are not steps; they must be left of all other points.
+    x axis that are not steps; they must be left of all other points. ``is_stacked``: a bar for each x, with
+    the values of all series on top of each other. ``height`` is without the second and further rows of the
+    legend.
     """
 
     title: str
@@ -68,6 +89,19 @@ class Chart:
     series: tuple[Series, ...]
     is_share: bool = False
     x_tick_labels: Mapping[float, str] = field(default_factory=dict)
+    is_stacked: bool = False
+    width: int = 460
+    height: int = 230
+
+    @property
+    def right(self) -> int:
+        """Right end of the plot's frame."""
+        return self.width - 12
+
+    @property
+    def bottom(self) -> int:
+        """Bottom of the plot's frame."""
+        return self.height - 44
 
     def format_value(self, value: float) -> str:
         """Format a value for display."""
@@ -76,17 +110,18 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
+    chart: Chart
     x_ticks: list[float]
     y_ticks: list[float]
-    left: float  # the first x
+    x_range: tuple[float, float]
 
     def x(self, value: float) -> float:
-        low, high = self.left, self.x_ticks[-1]
-        return _LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT)
+        low, high = self.x_range
+        return _LEFT + (value - low) / (high - low) * (self.chart.right - _LEFT)
 
     def y(self, value: float) -> float:
-        low, high = self.y_ticks[0], self.y_ticks[-1]
-        return _BOTTOM - (value - low) / (high - low) * (_BOTTOM - _TOP)
+        low, high, bottom = self.y_ticks[0], self.y_ticks[-1], self.chart.bottom
+        return bottom - (value - low) / (high - low) * (bottom - _TOP)
 
 
 def svg_chart(chart: Chart) -> Markup:
@@ -104,17 +139,42 @@ def svg_chart(chart: Chart) -> Markup:
     low, high = math.floor(min(xs)), math.ceil(max(xs))
     # Steps are whole numbers: no tick at step 2.5.
     x_ticks = ticks(low, high) if high - low >= 8 else list(map(float, range(low, max(high, low + 1) + 1)))
-    left = min(x_ticks[0], *chart.x_tick_labels) if chart.x_tick_labels else x_ticks[0]
-    frame = _Frame(x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), left=left)
-    body = [
-        _axes(chart, frame),
-        *(_line(line, index, frame, chart) for index, line in enumerate(series)),
-        _legend(series),
-    ]
-    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
-        _WIDTH, _HEIGHT, _summary(chart)
+    x_range = min(x_ticks[0], *chart.x_tick_labels, math.inf), x_ticks[-1]
+    if chart.is_stacked:
+        bars = _stacked(series)
+        gap = min((after - before for before, after in pairwise(bars)), default=1.0)
+        x_range = low - gap / 2, high + gap / 2
+        x_ticks = [tick for tick in x_ticks if low <= tick <= high]
+        heights = [0.0, *(ends[-1] for ends in bars.values())]
+    frame = _Frame(chart=chart, x_ticks=x_ticks, y_ticks=ticks(min(heights), max(heights)), x_range=x_range)
+    drawn = (
+        [_bars(bars, index, gap, frame) for index in range(len(series))]
+        if chart.is_stacked
+        else [_line(line, index, frame, chart) for index, line in enumerate(series)]
     )
-    return head + Markup("").join(body) + Markup("</svg>")
+    legend, num_rows = _legend(series, chart)
+    head = Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">').format(
+        chart.width, chart.height + (num_rows - 1) * _LEGEND_ROW, _summary(chart)
+    )
+    return head + Markup("").join([_axes(chart, frame), *drawn, legend]) + Markup("</svg>")
+
+
+def _stacked(series: Sequence[Series]) -> dict[float, list[float]]:
+    """The ends of the parts of each bar, from 0, by x in ascending order; a missing value is 0."""
+    values = [{point.x: point.value or 0.0 for point in line.points} for line in series]
+    xs = sorted({x for line in values for x in line})
+    return {x: [0.0, *accumulate(line.get(x, 0.0) for line in values)] for x in xs}
+
+
+def _bars(bars: Mapping[float, Sequence[float]], index: int, gap: float, frame: _Frame) -> Markup:
+    """One part of all bars, as one path."""
+    boxes = [
+        f"M{frame.x(x - 0.4 * gap):.1f} {frame.y(ends[index]):.1f}V{frame.y(ends[index + 1]):.1f}"
+        f"H{frame.x(x + 0.4 * gap):.1f}V{frame.y(ends[index]):.1f}z"
+        for x, ends in bars.items()
+        if ends[index + 1] > ends[index]
+    ]
+    return Markup('<path class="bar s{}" d="{}"/>').format(index, "".join(boxes))
 
 
 def ticks(low: float, high: float, num: int = 5) -> list[float]:
@@ -129,6 +189,21 @@ def ticks(low: float, high: float, num: int = 5) -> list[float]:
     )
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def tick_labels(marks: Sequence[float]) -> list[str]:
+    """Labels of ticks at equal distances, with as many decimals as the distance needs."""
+    largest, distance = max(map(abs, marks)), marks[1] - marks[0]
+    order = math.floor(math.log10(distance) + 1e-9)
+    if largest < 1e-3 or largest >= 1e10:
+        digits = max(0, math.floor(math.log10(largest)) - order)
+        return [f"{mark:.{digits}e}" if abs(mark) > distance / 2 else "0" for mark in marks]
+    # A unit only if that saves digits: 12,001 is no shorter in thousands.
+    units = (("M", 6, 1e6), ("k", 3, 1e4))
+    fitting = ((unit, power) for unit, power, least in units if largest >= least and order >= power - 1)
+    unit, power = next(fitting, ("", 0))
+    digits = max(0, power - order)
+    return [f"{mark / 10**power:,.{digits}f}{unit}" if abs(mark) > distance / 2 else "0" for mark in marks]
 
 
 def moving_mean(values: Sequence[float | None], window: int) -> list[float | None]:
@@ -164,25 +239,24 @@ def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
 def _axes(chart: Chart, frame: _Frame) -> Markup:
     parts = [Markup('<text class="title" x="{}" y="14">{}</text>').format(_LEFT, chart.title)]
     scale = 100.0 if chart.is_share else 1.0
-    for tick in frame.y_ticks:
+    for tick, name in zip(frame.y_ticks, tick_labels([scale * tick for tick in frame.y_ticks]), strict=True):
         y = round(frame.y(tick), 1)
-        parts.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(_LEFT, y, _RIGHT))
-        parts.append(
-            Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(
-                _LEFT - 6, y + 4, number(scale * tick)
-            )
-        )
-    for tick, name in (*((tick, number(tick)) for tick in frame.x_ticks), *chart.x_tick_labels.items()):
+        parts.append(Markup('<path class="grid" d="M{} {}H{}"/>').format(_LEFT, y, chart.right))
+        parts.append(Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_LEFT - 6, y + 4, name))
+    names = tick_labels(frame.x_ticks) if len(frame.x_ticks) > 1 else list(map(number, frame.x_ticks))
+    for tick, name in (*zip(frame.x_ticks, names, strict=True), *chart.x_tick_labels.items()):
         x = round(frame.x(tick), 1)
-        parts.append(Markup('<path class="axis" d="M{} {}v4"/>').format(x, _BOTTOM))
+        parts.append(Markup('<path class="axis" d="M{} {}v4"/>').format(x, chart.bottom))
         parts.append(
-            Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, _BOTTOM + 16, name)
+            Markup('<text x="{}" y="{}" text-anchor="middle">{}</text>').format(x, chart.bottom + 16, name)
         )
-    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, _BOTTOM, _RIGHT))
+    parts.append(Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, chart.bottom, chart.right))
     parts.append(
-        Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(_RIGHT, _BOTTOM + 31, chart.x_label)
+        Markup('<text x="{}" y="{}" text-anchor="end">{}</text>').format(
+            chart.right, chart.bottom + 31, chart.x_label
+        )
     )
-    middle = (_TOP + _BOTTOM) // 2
+    middle = (_TOP + chart.bottom) // 2
     label = Markup('<text transform="translate(12 {}) rotate(-90)" text-anchor="middle">{}</text>')
     return Markup("").join([*parts, label.format(middle, chart.y_label)])
 
@@ -222,14 +296,29 @@ def _path(points: Sequence[Point], css: str, frame: _Frame) -> Markup:
     return Markup('<path class="{}" d="{}"/>').format(css, "".join(moves))
 
 
-def _legend(series: Sequence[Series]) -> Markup:
+def _legend(series: Sequence[Series], chart: Chart) -> tuple[Markup, int]:
+    """The legend below the axis and its number of rows; the first row ends before the label of the axis."""
     parts: list[Markup] = []
-    x = _LEFT
+    mark = "bar" if chart.is_stacked else "line"
+    size = "h10v-8h-10z" if chart.is_stacked else "h22"
+    x, row, room = _LEFT if chart.width > 400 else 8, 0, chart.right - 7 * len(chart.x_label)
     for index, line in enumerate(series):
-        parts.append(Markup('<path class="line s{}" d="M{} {}h22"/>').format(index, x, _HEIGHT - 10))
-        parts.append(Markup('<text x="{}" y="{}">{}</text>').format(x + 27, _HEIGHT - 6, line.label))
-        x += 44 + 7 * len(line.label)
-    return Markup("").join(parts)
+        width = (32 if chart.is_stacked else 44) + round(6.2 * len(line.label))
+        if parts and x + width > room + 12:
+            x, row, room = 8, row + 1, chart.right
+        y = chart.height - 6 + row * _LEGEND_ROW
+        parts.append(
+            Markup('<path class="{} s{}" d="M{} {}{}"/>').format(
+                mark, index, x, y if chart.is_stacked else y - 4, size
+            )
+        )
+        parts.append(
+            Markup('<text x="{}" y="{}">{}</text>').format(
+                x + (15 if chart.is_stacked else 27), y, line.label
+            )
+        )
+        x += width
+    return Markup("").join(parts), row + 1
 
 
 def _summary(chart: Chart) -> str:

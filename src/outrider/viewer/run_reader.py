@@ -293,7 +293,11 @@ def read_run(run_dir: Path) -> RunData:
     records = [
         record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)
     ]
-    evaluations = [_evaluation(line, notes) for line in _read_lines(run_dir / "evaluations.jsonl", notes)]
+    lines: list[dict[str, Json]] = []
+    path = run_dir / "evaluations.jsonl"
+    if path.exists() or any(record["kind"] == "eval" for record in records):  # else none has been made yet
+        lines = _read_lines(path, notes)
+    evaluations = [_evaluation(line, notes) for line in lines]
     return RunData(
         config=config,
         settings=settings,

@@ -110,6 +110,7 @@ def _write_run(viewer: Viewer, run: ViewedRun, folder: Path) -> None:
     _write(folder / "curves.json", answer("curves") | {"path": "RUN"})
     for request in ("places", "alarms"):
         _write(folder / f"{request}.json", _without_paths(answer(request), run.path))
+    _write(folder / "overview.json", _without_paths(answer("overview", shared="1"), run.path))
     files = StepFiles(run.path / "traces")
     rows = rows_of_table(run.index.table())
     for stem in run.index.stems():

@@ -4,18 +4,16 @@ import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import plural, score, shell_command
-from outrider.rollout.evaluate import gain_over_start
+from outrider.viewer.evaluations import format_evaluation, gain_of_main
 from outrider.viewer.progress import compact, duration
-from outrider.viewer.report import SHARES
 from outrider.viewer.run_reader import (
-    Evaluation,
     RunData,
     finite,
     live_state,
@@ -37,7 +35,7 @@ def summary_lines(run: Path) -> list[str]:
     data = read_run(run)
     return [
         *_with_title("learned", _score_lines(data)),
-        *_with_title("cost", _cost_lines(data)),
+        *_with_title("cost", cost_lines(data)),
         *_with_title("look at", _alarm_lines(run)),
     ]
 
@@ -48,7 +46,7 @@ def one_line_summary(run: Path) -> str:
     parts = [f"{data.method or '?'} on {data.config.get('environment.type', '?')}", _steps_text(data)]
     scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
     if scored:
-        parts.append(f"{scored[-1].label}: {_score(scored[-1])}")
+        parts.append(f"{scored[-1].label}: {format_evaluation(scored[-1])}")
     return ", ".join(parts)
 
 
@@ -72,30 +70,17 @@ def _score_lines(data: RunData) -> Iterator[str]:
         return
     width = max(len(evaluation.full_label) for evaluation in scored)
     for evaluation in scored:
-        yield f"{evaluation.full_label:<{min(width, 24)}}  {_score(evaluation)}"
+        yield f"{evaluation.full_label:<{min(width, 24)}}  {format_evaluation(evaluation)}"
         if (graded := evaluation.graded_return) is not None:
             yield f"{evaluation.full_label:<{min(width, 24)}}  mean return {score(graded, is_share=False)}"
-    main = [asdict(evaluation) for evaluation in scored if evaluation in data.main_evaluations]
-    if main and (gain := gain_over_start(main)) is not None:
+    if (gain := gain_of_main(data)) is not None:
         gained, _, over = str(gain).partition(" over ")
         yield gained
         yield f"over {over}"
 
 
-def _score(evaluation: Evaluation) -> str:
-    name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
-    metric = evaluation.metrics[name]
-    text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
-    kind = "training task" if evaluation.num_training_tasks >= evaluation.num_tasks else "task"
-    share = (
-        f" ({evaluation.num_training_tasks} of training)"
-        if 0 < evaluation.num_training_tasks < evaluation.num_tasks
-        else ""
-    )
-    return f"{text}  {plural(evaluation.num_tasks, kind)}{share}, temperature {evaluation.temperature:g}"
-
-
-def _cost_lines(data: RunData) -> Iterator[str]:
+def cost_lines(data: RunData) -> Iterator[str]:
+    """Time, tokens and tool calls of the training, and the time of the evaluations."""
     seconds = data.total("train", "time/step")
     parts = [f"{name} {duration(spent)}" for name, key in _STAGES if (spent := data.total("train", key))]
     yield f"{plural(data.num_steps, 'step')} in {duration(seconds)}" + (

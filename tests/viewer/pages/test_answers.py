@@ -14,7 +14,7 @@ import outrider
 from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.viewer import search as text_search
-from outrider.viewer.answers import Catalogue
+from outrider.viewer.answers import Catalogue, metric_curves
 from outrider.viewer.search import RolloutIndex, TextSearch, _read, find
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
@@ -44,6 +44,25 @@ def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -
     assert (run["status"], run["method"], run["task"], run["steps"]) == ("finished", "combined", "tools", 3)
     assert run["score"] == [last["score.value"], last["score.ci_low"], last["score.ci_high"]]
     assert run["alarm"] == served.data("alarms")[-1] and run["num_alarms"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "label"),
+    [
+        ("success", [0.5, 0.4, 0.6], "after RAPO"),
+        ("f1_total", None, "after RAPO: 0.5 [0.4, 0.6]  3 tasks, temperature 1"),
+    ],
+)
+def test_an_evaluation_without_a_score_has_its_number(
+    tmp_path: Path, metric: str, score: list[float] | None, label: str
+) -> None:
+    run = shutil.copytree(Path(__file__).parents[2] / "compat" / "c91e788" / "rapo", tmp_path / "run")
+    line = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
+    line["metric"] = {metric: {"value": 0.5, "ci_low": 0.4, "ci_high": 0.6}}
+    (run / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    [entry] = metric_curves(run)["evaluations"]
+    assert (entry["score"], entry["label"]) == (score, label)
+    assert Catalogue([run]).overview()[0]["score"] == score
 
 
 def test_every_metric_has_the_registrys_words(served: Served, recorded: Path) -> None:

@@ -20,6 +20,7 @@ const files = {
   curves: (given) => `data/${given.run}/curves.json`,
   places: (given) => `data/${given.run}/places.json`,
   alarms: (given) => `data/${given.run}/alarms.json`,
+  overview: (given) => `data/${given.run}/overview.json`,
   group: (given) => `data/${given.run}/${given.where}/group-${group(given)}.json`,
   tokens: (given) => `data/${given.run}/${given.where}/tokens-${group(given)}-${given.rollout}.json`,
   text: (given) => `data/${given.run}/${given.where}/text-${group(given)}-${given.node}.json`,

@@ -10,12 +10,14 @@ import { showCounter } from "./counter.js";
 import { showCurves } from "./curves.js";
 import { showGroup } from "./group.js";
 import { showMemory } from "./memory.js";
+import { showOverview } from "./overview.js";
 import { showRollout } from "./rollout.js";
 import { showRuns } from "./runs.js";
 import { showStep } from "./step.js";
 import { showTask } from "./task.js";
 
 const VIEWS = {
+  overview: showOverview,
   curves: showCurves,
   step: showStep,
   all: showStep,
@@ -62,7 +64,7 @@ async function opened(parts, query) {
     return showRuns();
   }
   const run = { id: parts[1] };
-  const kind = parts[2] ?? "curves";
+  const kind = parts[2] ?? "overview";
   const [places, curves] = await Promise.all([
     ask("places", { run: run.id }),
     ask("curves", { run: run.id }),
@@ -80,12 +82,12 @@ async function news(run, state, before) {
   const told = ({ sizes, num, newest }) => JSON.stringify([sizes, num, newest]);
   if (before === null || told(state) === told(before)) {
     // where it is, and nothing more
-    top(run, address().parts[2] ?? "curves", address().parts[3], state);
+    top(run, address().parts[2] ?? "overview", address().parts[3], state);
     return;
   }
   const known = run.places.length;
   run.places = await ask("places", { run: run.id });
-  top(run, address().parts[2] ?? "curves", address().parts[3], state);
+  top(run, address().parts[2] ?? "overview", address().parts[3], state);
   if (run.places.length !== known) tell(`new: step ${state.newest}`);
   await shown.refresh?.(state);
 }

@@ -16,7 +16,19 @@ def place(row: dict[str, Any]) -> str:
     return f"{row['where']}/{row['trace_id'].rpartition('/')[2]}"
 
 
-VIEWS = ("curves", "step", "all", "group", "rollout", "beside", "counter", "memory", "alarms", "task")
+VIEWS = (
+    "overview",
+    "curves",
+    "step",
+    "all",
+    "group",
+    "rollout",
+    "beside",
+    "counter",
+    "memory",
+    "alarms",
+    "task",
+)
 
 
 def views(served: Served) -> dict[str, str]:
@@ -24,7 +36,8 @@ def views(served: Served) -> dict[str, str]:
     row = row_with(served, kind="hybrid")
     here, rollout = place(row), row["rollout"]
     return {
-        "curves": "",
+        "overview": "",
+        "curves": "curves",
         "step": f"step/{row['where']}",
         "all": "all",
         "group": f"group/{here}",

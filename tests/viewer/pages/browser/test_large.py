@@ -21,7 +21,7 @@ def test_a_hundred_thousand_rollouts_are_filtered_and_searched(
     with server(run) as (address, pid):
         page = open_page(address)
         page.locator("tbody tr a").first.click()
-        page.wait_for_selector('[data-metric="reward/mean"]')
+        page.wait_for_selector("h2:has-text('What did it cost?')", timeout=60_000)
         page.get_by_role("link", name="All rollouts").click()
         page.wait_for_selector(f'[data-total="{total}"]', timeout=120_000)
         page.get_by_label("kind").select_option("hybrid")

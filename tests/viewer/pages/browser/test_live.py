@@ -39,7 +39,7 @@ def test_new_steps_appear_and_the_stop_button_ends_the_run(
             first = page.evaluate(newest)
             until(page, f"{newest} > {first} + 1")
             assert page.evaluate("window.stays === true")  # the page was not loaded again
-            page.goto(f"{served.address}#/run/{served.ids[0]}")
+            page.goto(f"{served.address}#/run/{served.ids[0]}/curves")
             label = "document.querySelector('[data-metric=\"reward/mean\"] .plot')?.ariaLabel"
             page.wait_for_selector('[data-metric="reward/mean"] .plot')
             before = page.evaluate(label)

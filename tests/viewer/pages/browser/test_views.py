@@ -33,7 +33,7 @@ def test_runs_show_status_method_task_score_tokens_and_alarm(several: Served, op
 
 
 def test_curves_show_every_metric_with_the_registrys_words(served: Served, at: At) -> None:
-    page = at()
+    page = at("curves")
     names = list(served.data("curves")["values"])
     cards = page.locator("[data-metric]")
     assert sorted(cards.evaluate_all("all => all.map(one => one.dataset.metric)")) == sorted(names)
@@ -52,7 +52,7 @@ def test_curves_show_every_metric_with_the_registrys_words(served: Served, at: A
 
 
 def test_a_click_on_a_point_opens_its_step(at: At) -> None:
-    page = at()
+    page = at("curves")
     canvas = page.locator('[data-metric="reward/mean"] .u-over')
     canvas.wait_for()
     box = canvas.bounding_box()
@@ -62,7 +62,7 @@ def test_a_click_on_a_point_opens_its_step(at: At) -> None:
 
 
 def test_several_runs_lie_over_each_other(several: Served, open_page: At) -> None:
-    page = open_page(f"{several.address}#/run/{several.ids[0]}")
+    page = open_page(f"{several.address}#/run/{several.ids[0]}/curves")
     page.get_by_label("rapo").check()
     page.wait_for_selector('[data-metric="reward/mean"] .plot[aria-label*="rapo: from"]')
 

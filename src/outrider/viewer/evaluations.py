@@ -1,0 +1,208 @@
+"""Evaluations of a run as charts over training steps and as tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from outrider.printing import plural, score
+from outrider.rollout.evaluate import PairedGain, describe_conditions, gain_over_start
+from outrider.viewer.report_parts import Chart, Point, Series
+from outrider.viewer.run_reader import Evaluation, Interval, RunData
+
+_MAX_SERIES: Final = 4  # the number of line styles of the page
+SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; other metrics are plain numbers
+_MAX_NAME: Final = 18  # characters that fit under the axis
+_WITHOUT: Final = "Played on held-out tasks without retrieval, tips or any other help of training."
+_WITH_MEMORY: Final = (
+    "Trials with the memory that the labels name: played with what it holds by then, without training."
+)
+
+
+def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
+    """Charts of each split's first metric over training steps, with captions. A chart has one line for each
+    set of tasks that was evaluated at least twice.
+
+    The last evaluation at step 0 is the policy at the start of training. Earlier evaluations, such as that of
+    the policy before a cold start, have no training step: they are drawn at a labelled position left of step
+    0 and are not joined by a line.
+    """
+    is_trial = _has_trials(run)
+    charts: list[tuple[Chart, str]] = []
+    for name_of_set, group in _evaluation_sets(run):
+        evaluations = [evaluation for evaluation in group if evaluation.metrics]
+        name = next((metric for evaluation in evaluations for metric in evaluation.metrics), "")
+        scored = [evaluation for evaluation in evaluations if name in evaluation.metrics]
+        positions = {} if is_trial else _early_positions(scored)
+        lines = [
+            _line(
+                tasks_hash,
+                name,
+                [evaluation for evaluation in scored if evaluation.panel_hash == tasks_hash],
+                positions,
+                is_trial=is_trial,
+            )
+            for tasks_hash in dict.fromkeys(evaluation.panel_hash for evaluation in scored)
+        ]
+        series = tuple(line for line in lines if len(line.values) > 1)[:_MAX_SERIES]
+        if not series:
+            continue
+        is_share = name in SHARES
+        axis = {
+            position: label if len(label) <= _MAX_NAME else "before" for label, position in positions.items()
+        }
+        x_label = "trial" if is_trial else "step"
+        unit = "solved, %" if is_share else f"{name} (no share)"
+        title = f"Evaluation on {name_of_set}"
+        chart = Chart(
+            title=title, x_label=x_label, y_label=unit, series=series, is_share=is_share, x_tick_labels=axis
+        )
+        before = " Left of step 0: before the cold start, which is no training step." if axis else ""
+        charts.append(
+            (chart, f"Points with 95 % intervals. {_describe_conditions(run, evaluations)}{before}")
+        )
+    return charts
+
+
+def _early_positions(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Positions on the x axis, by label, of evaluations before the start of training: left of step 0, each a
+    fifth of the axis length further."""
+    before = list(dict.fromkeys(evaluation.label for evaluation in evaluations if evaluation.step == 0))[:-1]
+    spacing = max(1.0, max((evaluation.step for evaluation in evaluations), default=0) / 5)
+    return {label: spacing * (index - len(before)) for index, label in enumerate(before)}
+
+
+def _line(
+    tasks_hash: str,
+    name: str,
+    evaluations: Sequence[Evaluation],
+    positions: Mapping[str, float],
+    *,
+    is_trial: bool,
+) -> Series:
+    """The line of one set of tasks. If a position or step was evaluated several times, the last one
+    counts."""
+    latest: dict[float, Evaluation] = {}
+    for trial, evaluation in enumerate(evaluations, start=1):
+        position = positions.get(evaluation.label, 0.0) if evaluation.step == 0 else evaluation.step
+        latest[trial if is_trial else position] = evaluation
+    points: list[Point] = []
+    for x, evaluation in sorted(latest.items()):
+        value = evaluation.metrics[name]
+        label = evaluation.label if is_trial or x < 0 else f"{evaluation.label}, step {evaluation.step}"
+        points.append(Point(x=x, value=value.value, low=value.ci_low, high=value.ci_high, name=label))
+        if x < 0:
+            points.append(Point(x=x, value=None))  # break the line: no training happened in between
+    return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
+
+
+def _has_trials(run: RunData) -> bool:
+    return run.config.get("evaluation.num_trials", "0") != "0"
+
+
+def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
+    if _has_trials(run):
+        return _WITH_MEMORY
+    num = max((evaluation.num_training_tasks for evaluation in columns), default=0)
+    if not num:
+        return _WITHOUT
+    is_all_training = all(evaluation.num_training_tasks >= evaluation.num_tasks for evaluation in columns)
+    task_kind = "training tasks" if is_all_training else f"tasks of which {num} are training tasks"
+    return _WITHOUT.replace("held-out tasks", task_kind)
+
+
+def score_mark(config: Mapping[str, str]) -> str:
+    """A sentence for scores of a run whose success rule is another one than the benchmark's."""
+    marks = {
+        ("environment.success_at", "positive"): "Every final score above 0 counts as a success",
+        ("environment.option_scoring", "released"): "Some goals cannot reach the full score",
+    }
+    return " ".join(
+        f"{text} ({key} = {value})." for (key, value), text in marks.items() if config.get(key) == value
+    )
+
+
+def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
+    """A table per split for the template: ``rows`` are (metric, one cell per column), ``columns`` the labels
+    with their details. If a label was evaluated several times, the table has the last result.
+    """
+    tables: list[dict[str, Any]] = []
+    for name_of_set, group in _evaluation_sets(run):
+        last = {evaluation.label: evaluation for evaluation in group}  # the chart has all evaluations
+        columns = list(last.values())
+        names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
+        rows: list[tuple[str, list[str]]] = []
+        for name in names:
+            is_share = name in SHARES
+            cells = [
+                "not measured"
+                if (metric := evaluation.metrics.get(name)) is None
+                else score(metric.value, metric.ci_low, metric.ci_high, is_share=is_share)
+                for evaluation in columns
+            ]
+            kind = "share of tasks solved" if is_share else "a number, no share"
+            rows.append((f"{name} ({kind})", cells))
+        if any(evaluation.graded_return is not None for evaluation in columns):
+            returns = [evaluation.mean_return for evaluation in columns]
+            cells = ["not measured" if mean is None else score(mean, is_share=False) for mean in returns]
+            rows.append(("mean return (a number, no share)", cells))
+        differs = len({evaluation.panel_hash for evaluation in columns}) > 1
+        tables.append(
+            {
+                "split": name_of_set,
+                "played": f"{_describe_conditions(run, columns)} {score_mark(run.config)}".rstrip(),
+                "columns": [(evaluation.label, _head(run, evaluation)) for evaluation in columns],
+                "rows": rows,
+                "warning": "The panels differ: these columns were not measured on the same tasks."
+                if differs
+                else "",
+            }
+        )
+    return tables
+
+
+def _evaluation_sets(run: RunData) -> list[tuple[str, list[Evaluation]]]:
+    """The evaluations of each split and evaluation set, with its name."""
+    groups: dict[tuple[str, str], list[Evaluation]] = {}
+    for evaluation in run.evaluations:
+        groups.setdefault((evaluation.panel, evaluation.split), []).append(evaluation)
+    return [
+        (f"{panel} (split {split})" if panel else split, group) for (panel, split), group in groups.items()
+    ]
+
+
+def _head(run: RunData, evaluation: Evaluation) -> str:
+    """Column header: the tasks of an evaluation, and its faulted rollouts, which no metric includes."""
+    conditions = describe_conditions(
+        split=evaluation.split,
+        panel_hash=evaluation.panel_hash,
+        temperature=evaluation.temperature,
+        num_samples=run.config.get("evaluation.num_samples", "1"),
+        truncation=evaluation.truncation,
+    )
+    faults = f", {evaluation.num_faults} FAULTS in no score" if evaluation.num_faults else ""
+    return f"step {evaluation.step}, {plural(evaluation.num_tasks, 'task')}{faults}, {conditions}"
+
+
+def score_share(evaluation: Evaluation) -> Interval | None:
+    """The share of solved tasks, or None if the evaluation has only metrics that are no share."""
+    return next((value for name, value in evaluation.metrics.items() if name in SHARES), None)
+
+
+def gain_of_main(run: RunData) -> PairedGain | None:
+    """The gain of the last evaluation on the main set over the last one at step 0."""
+    scored = [asdict(evaluation) for evaluation in run.main_evaluations if evaluation.metrics]
+    return gain_over_start(scored) if scored else None
+
+
+def format_evaluation(evaluation: Evaluation) -> str:
+    """The first metric of an evaluation with its interval, the tasks and the temperature."""
+    name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
+    metric = evaluation.metrics[name]
+    text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
+    kind = "training task" if evaluation.num_training_tasks >= evaluation.num_tasks else "task"
+    share = (
+        f" ({evaluation.num_training_tasks} of training)"
+        if 0 < evaluation.num_training_tasks < evaluation.num_tasks
+        else ""
+    )
+    return f"{text}  {plural(evaluation.num_tasks, kind)}{share}, temperature {evaluation.temperature:g}"

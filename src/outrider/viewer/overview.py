@@ -1,0 +1,450 @@
+"""The overview of a run: eight questions, answered on the first tab of the viewer and in the report."""
+
+import json
+import math
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, variance
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from markupsafe import Markup
+
+from outrider.viewer.effects import effects
+from outrider.viewer.evaluations import evaluation_charts, format_evaluation, gain_of_main
+from outrider.viewer.findings import find_problems
+from outrider.viewer.ranges import out_of_range
+from outrider.viewer.records import step_file
+from outrider.viewer.report_parts import Chart, Point, Series, number, page_template, svg_chart
+from outrider.viewer.run_reader import RunData, finite, live_state, read_alarms, read_notes
+from outrider.viewer.summary import cost_lines
+
+STYLE: Final = Path(__file__).with_name("page") / "overview.css"
+"""Style sheet of the overview and of the charts."""
+_TEMPLATE: Final = Path(__file__).with_name("overview.html.j2")
+_NUM_RECENT: Final = 10  # steps whose turns are read, because turns are most of a run's bytes
+_NUM_ITEMS: Final = 3  # of a list in an answer
+_NUM_ALARMS: Final = 200
+_SIZE: Final[Mapping[str, Any]] = {"width": 280, "height": 150}
+_FATES: Final[Mapping[str, tuple[str, ...]]] = {
+    "rewarded": (),
+    "wrong": ("finished",),
+    "turn limit": ("truncated_turns",),
+    "token limit": ("truncated_tokens",),
+    "invalid": ("invalid",),
+    "fault": ("tool_fault", "environment_fault", "engine_fault", "cancelled"),
+}
+_SIGNS: Final = ("positive", "zero", "negative")
+_REWARDS: Final = {"on-policy": "retrieval/reward_on_policy", "hybrid": "retrieval/reward_hybrid"}
+_STAGES: Final = (
+    ("rollouts", "train", "time/rollout"),
+    ("update", "train", "time/update"),
+    ("evaluation", "eval", "time/evaluation"),
+)
+_INVISIBLE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_Rows = Sequence[Mapping[str, Any]]
+_Values = Mapping[int, Mapping[str, float]]  # by step and label
+
+
+def overview(
+    run: Path,
+    data: RunData,
+    table: pa.Table,
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    address: str = "",
+    is_shared: bool = False,
+) -> Markup:
+    """The overview as an HTML fragment without scripts.
+
+    Args:
+        run: Folder of the run.
+        data: Its metrics and evaluations.
+        table: Its rollouts (:meth:`~outrider.viewer.search.RolloutIndex.table`).
+        title: The heading.
+        notes: Files and lines that could not be read.
+        address: Address of the run in the viewer; "" for a page without links.
+        is_shared: Whether the page is for other machines: host and folders are left out.
+    """
+    training = table.filter(pc.starts_with(pc.cast(table["where"], pa.string()), "step-"))
+    steps: list[int] = sorted(pc.unique(training["step"]).to_pylist())
+    newest = _rows(training, steps[-1]) if steps else []
+    sets = [(svg_chart(replace(chart, **_SIZE)), note) for chart, note in evaluation_charts(data)]
+    losses = [(step, loss) for step, loss in data.curve("sft", "sft/loss") if loss is not None]
+    fates = _fates(data)
+    items, calls = _recent(run, steps)
+    alarms = read_alarms(run)
+    page = page_template(_TEMPLATE).render(
+        title=title,
+        address=address,
+        notes=notes,
+        facts=_facts(data),
+        origin=_origin(run, is_shared=is_shared),
+        verdict=_verdict(data),
+        sets=sets,
+        reward=_chart("Reward", "reward", _rewards(data, training)),
+        trend=_trend(data, [loss for _, loss in losses]),
+        fates=_chart("Outcomes", "rollouts", _series(fates, _FATES), is_stacked=True),
+        fall=_fall(data, training, fates),
+        signs=_chart(
+            "Advantage", "share, %", _series(_signs(training), _SIGNS), is_stacked=True, is_share=True
+        ),
+        signal=_signal(newest),
+        steps=steps,
+        num_recent=len(steps[-_NUM_RECENT:]),
+        num_insertions=items.total(),
+        items=items.most_common(_NUM_ITEMS),
+        effects=effects(run),
+        failures=_failures(data, training, calls),
+        findings=find_problems(run),
+        outside=_outside(data),
+        alarms=[
+            {
+                "text": _without_run(alarm["text"], run),
+                "time": _date(alarm["time"]),
+                "step": alarm["step"] if isinstance(alarm["step"], int) else None,
+            }
+            for alarm in alarms[: -_NUM_ALARMS - 1 : -1]
+        ],
+        num_alarms=len(alarms),
+        seconds=_chart(
+            "Time", "seconds", _series(_seconds(data), [name for name, *_ in _STAGES]), is_stacked=True
+        ),
+        costs=_costs(data),
+        cold_start=_chart("Cold start loss", "nats", _series({x: {"loss": y} for x, y in losses}, ["loss"])),
+    )
+    # Text of models must not turn the reading direction. None of these characters is a part of the markup.
+    return Markup(_INVISIBLE.sub(lambda match: f"⟨U+{ord(match[0]):04X}⟩", page))
+
+
+def _chart(title: str, unit: str, series: Sequence[Series], **options: Any) -> Markup:
+    """A chart over steps, or nothing if no series has a value."""
+    if not any(line.values for line in series):
+        return Markup("")
+    return svg_chart(
+        Chart(title=title, x_label="step", y_label=unit, series=tuple(series), **_SIZE, **options)
+    )
+
+
+def _series(values: Mapping[int, Mapping[str, float | None]], labels: Iterable[str]) -> list[Series]:
+    """One series for each label."""
+    return [
+        Series(
+            label=label, points=tuple(Point(x=step, value=values[step].get(label)) for step in sorted(values))
+        )
+        for label in labels
+    ]
+
+
+def _rows(training: pa.Table, step: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = training.filter(pc.equal(training["step"], step)).to_pylist()
+    return rows
+
+
+def _returns(rows: _Rows, column: str) -> dict[str, list[float]]:
+    """The finite returns by the values of a column."""
+    returns: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        if (value := finite(row["episode_return"])) is not None:
+            returns[row[column]].append(value)
+    return returns
+
+
+def _change(first: float, second: float) -> str:
+    return f"{first:.3g} → {second:.3g}"
+
+
+def _date(seconds: object) -> str:
+    value = finite(seconds)
+    return "" if value is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(min(max(0.0, value), 1e11)))
+
+
+# What the run is.
+
+
+def _facts(data: RunData) -> list[str]:
+    names = {"algorithm.type": "", "environment.type": "", "model.name": "", "seed": "seed "}
+    facts = [f"{prefix}{data.config[name]}" for name, prefix in names.items() if name in data.config]
+    return [*facts, f"{data.num_steps} of {data.config.get('train.num_steps', '?')} training steps"]
+
+
+def _origin(run: Path, *, is_shared: bool) -> str:
+    """The header of the log (version, commit, machine, recipe), and the dates of the first and last note."""
+    notes = read_notes(run)
+    text = next((text for note in notes if re.match(r"outrider \d", text := str(note["text"]))), "")
+    text = _without_run(text, run)
+    if is_shared:
+        text = re.sub(r"(?<![^\s'])~?/[^\s';]*/", ".../", re.sub(r", host [^,;]*", "", text))
+    times = [
+        value for one in (*notes, live_state(run) or {}) if (value := finite(one.get("time"))) is not None
+    ]
+    dates = f"{_date(min(times))} to {_date(max(times))} UTC" if times else ""
+    return "; ".join(filter(None, (text, dates)))
+
+
+def _without_run(text: str, run: Path) -> str:
+    for path in (run.resolve(), run.absolute()):
+        text = text.replace(str(path), run.resolve().name)
+    return text
+
+
+# Did it learn?
+
+
+def _verdict(data: RunData) -> tuple[str, str]:
+    """(CSS class, sentence) about the first and the last evaluation of the main set."""
+    scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
+    if not scored:
+        return "", "Not known whether it learned: no evaluation is recorded."
+    last = f"{scored[-1].label}: {format_evaluation(scored[-1])}"
+    if (gain := gain_of_main(data)) is None:
+        return "", f"Not known whether it learned: two evaluations of the same tasks are needed. {last}."
+    css, verdict = "", "No change is shown, the interval of the gain includes 0"
+    if gain.ci_low > 0 or gain.ci_high < 0:
+        css, verdict = ("good", "It learned") if gain.ci_low > 0 else ("bad", "It got worse")
+    start = format_evaluation([evaluation for evaluation in scored if evaluation.step == 0][-1])
+    return css, f"{verdict}: {start.partition('  ')[0]} → {last}. Paired gain {gain}."
+
+
+def _rewards(data: RunData, training: pa.Table) -> list[Series]:
+    """The mean return by kind of rollout; from the metrics if rollouts of some steps are not on file."""
+    curve = data.curve("train", "reward/mean")
+    if len(training) and {step for step, _ in curve} <= set(pc.unique(training["step"]).to_pylist()):
+        scored = training.filter(pc.is_finite(training["episode_return"]))
+        kinds = pa.table(
+            [scored["step"], pc.cast(scored["kind"], pa.string()), scored["episode_return"]], "xky"
+        )
+        means: dict[int, dict[str, float]] = defaultdict(dict)
+        for row in kinds.group_by(["x", "k"]).aggregate([("y", "mean")]).to_pylist():
+            means[row["x"]][row["k"]] = row["y_mean"]
+        labels = {kind for one in means.values() for kind in one}
+        return _series(means, sorted(labels, key=lambda kind: (kind != "on-policy", kind))[:4])
+    values: dict[int, dict[str, float | None]] = defaultdict(dict)
+    for label, name in {"all rollouts": "reward/mean", **_REWARDS}.items():
+        for step, value in data.curve("train", name):
+            values[step][label] = value
+    split = _series(values, tuple(_REWARDS))
+    return split if all(line.values for line in split) else _series(values, ["all rollouts"])
+
+
+def _trend(data: RunData, losses: Sequence[float]) -> str:
+    rewards = [value for _, value in data.curve("train", "reward/mean") if value is not None]
+    text = ""
+    if len(rewards) > 1:
+        num = max(1, len(rewards) // 3)
+        text = (
+            f"Training reward {_change(fmean(rewards[:num]), fmean(rewards[-num:]))} (first and last third). "
+        )
+    return text + (
+        f"Cold start: loss {_change(losses[0], losses[-1])} in {len(losses)} updates." if losses else ""
+    )
+
+
+# Why did a step fall?
+
+
+def _fates(data: RunData) -> dict[int, dict[str, float]]:
+    """The number of rollouts of each outcome by step; of the finished ones, those that solved their task."""
+    fates: dict[int, dict[str, float]] = {}
+    for record in data.records:
+        rate, step = finite(record.get("reward/success_rate")), record["step"]
+        if record["kind"] == "train" and rate is not None and isinstance(step, int):
+            counts = {
+                fate: math.fsum(finite(record.get(f"rollout/num_{name}")) or 0.0 for name in outcomes)
+                for fate, outcomes in _FATES.items()
+            }
+            rewarded = float(round(rate * (sum(counts.values()) - counts["fault"])))
+            fates[step] = counts | {"rewarded": rewarded, "wrong": max(0.0, counts["wrong"] - rewarded)}
+    return fates
+
+
+def _fall(data: RunData, training: pa.Table, fates: _Values) -> Iterator[str]:
+    """The largest fall of the training reward, and what differs between its two steps."""
+    rewards = [(step, value) for step, value in data.curve("train", "reward/mean") if value is not None]
+    falls = [(one[1] - other[1], one, other) for one, other in pairwise(rewards) if other[1] < one[1]]
+    if not falls:
+        yield "The training reward fell in no step." if rewards else "No training step is recorded."
+        return
+    amount, (first, high), (second, low) = max(falls)
+    sides = [_rows(training, first), _rows(training, second)]
+    yield f"Largest fall: {_change(high, low)}, step {first} to {second}{_noise(amount, sides)}."
+    if first in fates and second in fates:
+        before, after = (
+            {fate: num / max(1.0, sum(fates[step].values())) for fate, num in fates[step].items()}
+            for step in (first, second)
+        )
+        grown = sorted(
+            (fate for fate in _FATES if fate != "rewarded" and after[fate] > before[fate]),
+            key=lambda fate: before[fate] - after[fate],
+        )
+        changes = [f"{fate} {before[fate]:.0%} → {after[fate]:.0%}" for fate in grown[:_NUM_ITEMS]]
+        yield f"More of: {', '.join(changes)}." if changes else "No other outcome grew."
+    by_kind = [_returns(rows, "kind") for rows in sides]
+    for kind in sorted(by_kind[0].keys() & by_kind[1].keys()):
+        one, other = (side[kind] for side in by_kind)
+        yield f"{kind}: {_change(fmean(one), fmean(other))} ({len(one)} → {len(other)} rollouts)."
+    if all(sides):
+        yield _difficulty(training, (first, second), sides)
+
+
+def _noise(amount: float, sides: Sequence[_Rows]) -> str:
+    """Whether the fall is larger than the 95 % margin of the difference of two means over groups."""
+    means = [[fmean(group) for group in _returns(rows, "trace_id").values()] for rows in sides]
+    if min(map(len, means)) < 2:
+        return ""
+    margin = 1.96 * math.sqrt(sum(variance(side) / len(side) for side in means))
+    compared = "more" if amount > margin else "not more"
+    return f", {compared} than the draw of {len(means[1])} groups explains (±{margin:.2g})"
+
+
+def _difficulty(training: pa.Table, steps: tuple[int, int], sides: Sequence[_Rows]) -> str:
+    keys = [{row["task_key"] for row in rows} for rows in sides]
+    names = pc.cast(training["task_key"], pa.string())
+    others = pa.table([names, training["episode_return"]], "ky").filter(
+        pc.and_(
+            pc.and_(
+                pc.is_in(names, pa.array(keys[0] | keys[1], pa.string())),
+                pc.is_finite(training["episode_return"]),
+            ),
+            pc.invert(pc.is_in(training["step"], pa.array(steps, pa.int64()))),
+        )
+    )
+    grouped = others.group_by("k").aggregate([("y", "mean")]).to_pylist()
+    known = {row["k"]: row["y_mean"] for row in grouped}
+    means = [[known[key] for key in side if key in known] for side in keys]
+    if not all(means):
+        return "Difficulty of the tasks: not known, other steps have other tasks."
+    return f"The same tasks in other steps: {_change(*map(fmean, means))}."
+
+
+# Which rollouts got a positive advantage?
+
+
+def _signs(training: pa.Table) -> dict[int, dict[str, float]]:
+    """The shares of rollouts by the sign of their advantage, by step; empty if no rollout has one."""
+    signs = pc.sign(pc.fill_null(training["advantage"], 0.0))
+    counts = (
+        pa.table([training["step"], signs], "xs").group_by(["x", "s"]).aggregate([("s", "count")]).to_pylist()
+    )
+    shares: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_SIGNS, 0.0))
+    totals: Counter[int] = Counter()
+    for row in counts:
+        shares[row["x"]]["positive" if row["s"] > 0 else "negative" if row["s"] < 0 else "zero"] += row[
+            "s_count"
+        ]
+        totals[row["x"]] += row["s_count"]
+    has_any = any(row["s"] for row in counts)
+    return {x: {sign: num / totals[x] for sign, num in one.items()} for x, one in shares.items() if has_any}
+
+
+def _signal(rows: _Rows) -> Iterator[str]:
+    """The rollouts of one step by the sign of their advantage."""
+    groups = {row["trace_id"] for row in rows if finite(row["advantage"])}
+    yield f"{len(groups)} of {len({row['trace_id'] for row in rows})} groups have a signal."
+    for name, sign in (("Positive", 1), ("Negative", -1)):
+        side = [row for row in rows if sign * (finite(row["advantage"]) or 0.0) > 0]
+        returns = [value for values in _returns(side, "kind").values() for value in values]
+        parts = [f"mean return {fmean(returns):.3g}"] if returns else []
+        parts += [f"{num} {kind}" for kind, num in Counter(row["kind"] for row in side).most_common()]
+        about = f" ({', '.join(parts)})" if parts else ""
+        yield f"{name}: {len(side)} of {len(rows)} rollouts{about}."
+
+
+# What was retrieved, and which tool calls failed?
+
+
+def _recent(run: Path, steps: Sequence[int]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """How often the last steps inserted each retrieved step and tip (name and text), and their tool calls by
+    name and status."""
+    items: Counter[str] = Counter()
+    texts: dict[str, str] = {}
+    calls: Counter[tuple[str, str]] = Counter()
+    for row in _recent_nodes(run, steps[-_NUM_RECENT:]):
+        try:
+            metadata = json.loads(row["metadata"])
+            for call in metadata.get("tool_calls", ()):
+                calls[str(call["name"]), str(call["status"])] += 1
+            for kind, name in (("step", "step_ids"), ("tip", "tip_ids")):
+                for item in metadata.get(name, ()):
+                    items[f"{kind} {item}"] += 1
+                    if len(metadata[name]) == 1:
+                        texts[f"{kind} {item}"] = " ".join(row["text"][:300].split())
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            continue  # metadata of another program
+    return Counter({(name, texts.get(name, "")): num for name, num in items.items()}), calls
+
+
+def _recent_nodes(run: Path, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The nodes with insertions or tool calls. Unreadable files are skipped."""
+    for step in steps:
+        try:
+            with (run / "traces" / step_file(step)).open("rb") as stream:
+                table = pq.read_table(stream, columns=["metadata", "text"])
+        except (OSError, pa.ArrowException):
+            continue
+        yield from table.filter(
+            pc.match_substring_regex(table["metadata"], '"(step_ids|tip_ids|tool_calls)"')
+        ).to_pylist()
+
+
+def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]) -> Iterator[str]:
+    column = training["num_failed_calls"] if "num_failed_calls" in training.column_names else None
+    if is_known := column is not None and column.null_count < len(column):
+        failed, total = (pc.sum(training[name]).as_py() for name in ("num_failed_calls", "num_calls"))
+        yield f"{failed} of {total} calls on the paths of all rollouts failed."
+    totals: Counter[str] = Counter()
+    for (name, _), num in calls.items():
+        totals[name] += num
+    failed_calls = Counter({key: num for key, num in calls.items() if key[1] != "ok"})
+    for (name, status), num in failed_calls.most_common(_NUM_ITEMS):
+        yield f"{name}: {status} {num} of {totals[name]} calls."
+    if not calls and not is_known:
+        yield "Not recorded for single calls."
+    if data.curve("train", "rollout/num_tool_calls"):
+        executed, refused, invalid, faults = (
+            number(data.total("train", f"rollout/num_{name}"))
+            for name in ("tool_calls", "tool_calls_refused", "invalid_actions", "tool_fault")
+        )
+        yield (
+            f"Whole run: {executed} calls executed, {refused} refused because their number was used up, "
+            f"{invalid} invalid actions, {faults} rollouts ended by a tool fault."
+        )
+
+
+# Is anything wrong?
+
+
+def _outside(data: RunData) -> list[str]:
+    """The metrics that end outside of their healthy range, with their value and the range."""
+
+    def limit(end: float | None) -> str:
+        return "…" if end is None else f"{end:.3g}"
+
+    return [
+        f"{one.name} {one.value:.3g} ({limit(one.low)} to {limit(one.high)})" for one in out_of_range(data)
+    ]
+
+
+# What did it cost?
+
+
+def _seconds(data: RunData) -> dict[int, dict[str, float]]:
+    seconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for label, kind, name in _STAGES:
+        for step, value in data.curve(kind, name):
+            seconds[step][label] += value or 0.0  # several evaluation sets have the same step
+    return seconds
+
+
+def _costs(data: RunData) -> Iterator[str]:
+    yield from cost_lines(data)
+    if peaks := [value for _, value in data.curve("train", "memory/peak_rss") if value is not None]:
+        yield f"peak memory {max(peaks) / 1024:.3g} GiB"
