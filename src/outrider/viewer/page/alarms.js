@@ -1,32 +1,33 @@
 // Every warning of a run with its step.
 
 import { ask } from "./data.js";
-import { fill, h, stepPlace, visible } from "./dom.js";
+import { a, at, fill, h, list, quiet, stepPlace } from "./dom.js";
 
 export async function showAlarms(run) {
-  const list = h("ol", { class: "alarms" });
+  const holder = h("div");
   const draw = async () => {
     const found = await ask("alarms", { run: run.id });
     fill(
-      list,
-      found.map((one) => entry(run, one)),
+      holder,
+      found.length
+        ? list(
+            "alarms",
+            found.map((one) => entry(run, one)),
+            "ol",
+          )
+        : quiet("None was recorded."),
     );
-    if (!found.length) fill(list, h("li", { class: "quiet" }, "None was recorded."));
   };
   await draw();
-  return { element: h("section", {}, h("h1", {}, "Alarms"), list), title: "Alarms", refresh: draw };
+  return { element: h("section", h("h1", "Alarms"), holder), title: "Alarms", refresh: draw };
 }
 
 function entry(run, one) {
   const place = one.step ? stepPlace(one.step) : null;
-  const time = one.time ? new Date(1000 * one.time).toLocaleString() : "";
-  return h(
-    "li",
-    {},
-    place && run.places.includes(place)
-      ? h("a", { href: `#/run/${encodeURIComponent(run.id)}/step/${place}` }, `step ${one.step}`)
-      : h("span", {}, one.step ? `step ${one.step}` : "before training"),
-    h("span", { class: "quiet" }, time),
-    h("p", { class: "said" }, visible(one.text)),
-  );
+  const name = one.step ? `step ${one.step}` : "before training";
+  return [
+    place && run.places.includes(place) ? a(at(run, "step", place), name) : h("span", name),
+    h("span.quiet", one.time ? new Date(1000 * one.time).toLocaleString() : ""),
+    h("p.said", one.text),
+  ];
 }

@@ -4,7 +4,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 import { h, number } from "./dom.js";
 
 export const INKS = ["--ink-1", "--ink-2", "--ink-3", "--ink-4", "--ink-5", "--ink-6"];
-const HEIGHT = 170;
+const HEIGHT = 150;
 const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // there is no half of a step
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -19,11 +19,25 @@ export function smoothed(values, share) {
   });
 }
 
-// `lines`: {label, x, values, steps, ink}. `open(line, index)` is called for a click.
-export function chart({ title, xLabel, lines, smoothing, open }) {
-  const tables = lines.map((one) => [one.x, smoothing ? smoothed(one.values, smoothing) : one.values]);
-  const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-  const holder = h("div", { class: "plot" });
+// `lines`: {label, x, values, steps, ink} and, for a band, {low, high}. `open(line, index)` is called for a
+// click. `healthy` {low, high} is a range of values that is shaded; a bound may be null.
+export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
+  const series = [{}];
+  const bands = [];
+  const tables = lines.map((one) => {
+    const stroke = colour(one.ink);
+    const points = { show: one.x.length < 40, size: 5 };
+    series.push({ label: one.label, stroke, width: 1.6, spanGaps: true, points });
+    const columns = [one.values];
+    if (one.low) {
+      bands.push({ series: [series.length + 1, series.length], fill: `${stroke}2b` });
+      series.push(...[0, 1].map(() => ({ stroke, width: 0, spanGaps: true, points: { show: false } })));
+      columns.push(one.low, one.high);
+    }
+    return [one.x, ...columns.map((column) => (smoothing ? smoothed(column, smoothing) : column))];
+  });
+  const data = tables.length > 1 ? uPlot.join(tables) : (tables[0] ?? [[]]);
+  const holder = h("div.plot");
   const nearest = (plot) => {
     const at = plot.cursor.idx;
     if (at === null || at === undefined) return null;
@@ -39,29 +53,35 @@ export function chart({ title, xLabel, lines, smoothing, open }) {
     ticks: { show: false },
     font: "11px system-ui",
   };
-  const short = (plot, ticks) => ticks.map((value) => number(value));
+  // As many digits as neighbouring ticks need to differ.
+  const short = (plot, ticks, index, space, step) =>
+    ticks.map((value) =>
+      number(value, 3 + Math.max(0, Math.ceil(Math.log10(Math.abs(value) / step || 1)) - 2)),
+    );
+  const shadeHealthy = (plot) => {
+    const { low = null, high = null } = healthy;
+    if (low === null && high === null) return;
+    const { left, top, width, height } = plot.bbox;
+    const y = (value, edge) =>
+      value === null ? edge : Math.min(top + height, Math.max(top, plot.valToPos(value, "y", true)));
+    plot.ctx.fillStyle = `${colour("--good")}1c`;
+    plot.ctx.fillRect(left, y(high, top), width, y(low, top + height) - y(high, top));
+  };
   const plot = new uPlot(
     {
       width: 320,
       height: HEIGHT,
       legend: { show: false },
-      padding: [8, 8, 0, 0],
+      padding: [8, 16, 0, 0],
       scales: { x: { time: false }, y: { range: (plot, low, high) => spread(low, high) } },
       cursor: { drag: { x: false, y: false }, points: { size: 7 } },
       axes: [
-        { ...axis, size: 26, values: short, ...(xLabel === "step" ? { incrs: WHOLE } : {}) },
-        { ...axis, size: 52, values: short },
+        { ...axis, size: 26, values: short, ...(xLabel.includes("step") ? { incrs: WHOLE } : {}) },
+        { ...axis, size: 56, values: short },
       ],
-      series: [
-        {},
-        ...lines.map((one) => ({
-          label: one.label,
-          stroke: colour(one.ink),
-          width: 1.6,
-          spanGaps: true,
-          points: { show: one.x.length < 40, size: 5 },
-        })),
-      ],
+      hooks: { drawClear: [shadeHealthy] },
+      series,
+      bands,
     },
     data,
     holder,
@@ -85,7 +105,7 @@ export function chart({ title, xLabel, lines, smoothing, open }) {
   holder.setAttribute("role", "img");
   holder.setAttribute("aria-label", `${title} over ${xLabel}: ${lines.map(described).join("; ")}`);
   return {
-    element: h("div", {}, holder, said),
+    element: h("div", holder, said),
     leave: () => {
       fit.disconnect();
       plot.destroy();

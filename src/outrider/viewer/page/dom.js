@@ -2,8 +2,12 @@
 
 const SAID = new Set(["title", "aria-label", "placeholder"]);
 
-export function h(tag, props = {}, ...children) {
-  const element = document.createElement(tag);
+// `h("p.quiet", { title }, ...children)`: the classes behind the tag and the properties may be left out.
+export function h(tag, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const element = document.createElement(name);
+  if (classes.length) element.className = classes.join(" ");
+  const props = children[0]?.constructor === Object ? children.shift() : {};
   for (const [name, value] of Object.entries(props)) {
     if (value === null || value === undefined || value === false) continue;
     if (SAID.has(name)) element.setAttribute(name, visible(value));
@@ -60,15 +64,13 @@ export function number(value, digits = 3) {
   return size >= 1000 ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(digits)).toString();
 }
 
-export function percent(value) {
-  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
-}
-
-export function signed(value) {
-  return value === null || value === undefined || Number.isNaN(value)
-    ? "–"
-    : (value > 0 ? "+" : "") + number(value);
-}
+const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
+export const percent = (value) => (isKnown(value) ? `${(100 * value).toFixed(1)} %` : "–");
+export const signed = (value) => (isKnown(value) ? (value > 0 ? "+" : "") + number(value) : "–");
+export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
+export const spaced = (text) => text.replaceAll("_", " ");
+export const capital = (text) => text[0].toUpperCase() + text.slice(1);
+export const mean = (all) => (all.length ? all.reduce((sum, one) => sum + one, 0) / all.length : null);
 
 export function tell(text) {
   document.getElementById("told").textContent = visible(text);
@@ -82,3 +84,96 @@ export function placeName(where, evaluations = []) {
 }
 
 export const stepPlace = (step) => `step-${String(step).padStart(6, "0")}`;
+
+// Pieces that several views have.
+
+export const at = (run, ...parts) => ["#/run", ...[run.id, ...parts].map(encodeURIComponent)].join("/");
+export const go = (address) => () => {
+  location.hash = address;
+};
+export const a = (href, ...text) => h("a", { href }, text);
+export const p = (...text) => h("p", text);
+export const quiet = (...text) => h("p.quiet", text);
+export const fault = (...text) => h("p", { class: "fault", role: "alert" }, text);
+export const button = (text, onclick, more = {}) => h("button", { type: "button", onclick, ...more }, text);
+export const plain = (text, onclick) => button(text, onclick, { class: "plain" });
+export const list = (name, items, tag = "ul") =>
+  h(
+    tag,
+    { class: name },
+    items.map((one) => h("li", one)),
+  );
+export const fold = (summary, ...inside) => h("details", h("summary", summary), inside);
+
+// Pairs of a name and a value; a value that is null or undefined is left out.
+export const facts = (pairs) =>
+  h(
+    "dl.facts",
+    pairs
+      .filter(([, value]) => value !== null && value !== undefined)
+      .map(([name, value]) => h("div", h("dt", name), h("dd", value))),
+  );
+
+export const select = (label, options, value, choose, more = {}) =>
+  h(
+    "label",
+    label,
+    h(
+      "select",
+      { ...more, onchange: (event) => choose(event.target.value) },
+      options.map(([key, text]) =>
+        h("option", { value: key, selected: String(key) === String(value) }, text),
+      ),
+    ),
+  );
+
+export const check = (text, checked, choose, more = {}) =>
+  h(
+    "label.choice",
+    h("input", { type: "checkbox", checked, onchange: (event) => choose(event.target.checked), ...more }),
+    text,
+  );
+
+export const search = (label, value, oninput, more = {}) =>
+  h("input", {
+    type: "search",
+    "aria-label": label,
+    value,
+    oninput: (event) => oninput(event.target.value),
+    ...more,
+  });
+
+// A cell is an element `td` or `th`, or the content of one; the head of a column of numbers begins with #.
+export function table(label, heads, rows, name = "") {
+  const isNumber = heads.map((one) => one[0] === "#");
+  const cell = (one, index) =>
+    one?.tagName === "TD" || one?.tagName === "TH"
+      ? one
+      : h(index ? "td" : "th", { class: isNumber[index] ? "n" : null, scope: index ? null : "row" }, one);
+  return region(
+    label,
+    h(
+      "table",
+      { class: name },
+      head(heads.map((text, index) => [text.replace("#", ""), isNumber[index]])),
+      h(
+        "tbody",
+        rows.map(({ cells, ...more }) => h("tr", more, cells.map(cell))),
+      ),
+    ),
+  );
+}
+
+const head = (columns) =>
+  h(
+    "thead",
+    h(
+      "tr",
+      columns.map(([text, isNumber]) =>
+        h("th", { scope: "col", class: isNumber ? "n" : null }, text || h("span.unseen", "Choose")),
+      ),
+    ),
+  );
+
+export const region = (label, ...inside) =>
+  h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": label }, inside);

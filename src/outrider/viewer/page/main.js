@@ -1,7 +1,8 @@
 // Addresses to views, and the keys that work everywhere.
 
+import { address, keep } from "./address.js";
 import { ask } from "./data.js";
-import { fill, h, tell, visible } from "./dom.js";
+import { fault, fill, h, tell, visible } from "./dom.js";
 import { follow } from "./follow.js";
 import { top } from "./shell.js";
 import { showAlarms } from "./alarms.js";
@@ -30,28 +31,29 @@ const VIEWS = {
 const main = document.getElementById("main");
 let shown = { keys: {}, refresh: null };
 let turn = 0;
-
-export function address() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
-  return { parts, query: new URLSearchParams(query ?? "") };
-}
+let isDrawn = false;
+let scrolled = null;
 
 async function show() {
   const mine = ++turn;
   shown.leave?.();
+  clearTimeout(scrolled);
+  isDrawn = false;
+  const { parts, query } = address();
   try {
-    const { parts, query } = address();
     const next = await opened(parts, query);
     if (mine !== turn) return; // a newer address has come
     shown = next;
     fill(main, next.element);
-    document.title = next.title ? `${visible(next.title)} · Outrider` : "Outrider";
-    next.ready?.();
-    window.scrollTo(0, 0);
+    document.title = [next.title, next.run, "Outrider"].filter(Boolean).map(visible).join(" · ");
+    window.scrollTo(0, Number(query.get("y")));
+    if (!query.has("y")) next.ready?.();
+    isDrawn = true;
   } catch (error) {
-    if (mine === turn)
-      fill(main, h("p", { class: "fault", role: "alert" }, `This cannot be shown: ${error.message}`));
+    if (mine !== turn) return;
+    shown = {};
+    document.title = "Not shown · Outrider";
+    fill(main, h("h1", "Not shown"), fault(`This cannot be shown: ${error.message}`));
   }
 }
 
@@ -66,13 +68,17 @@ async function opened(parts, query) {
   const [places, curves] = await Promise.all([
     ask("places", { run: run.id }),
     ask("curves", { run: run.id }),
-  ]);
-  Object.assign(run, { places, curves, evaluations: curves.evaluations });
+  ]).catch((error) => {
+    follow(null);
+    top(null);
+    throw error;
+  });
+  Object.assign(run, { places, curves, evaluations: curves.evaluations, name: curves.name });
   follow(run, news);
   top(run, kind, parts[3]);
   const view = VIEWS[kind];
   if (!view) throw new Error("there is no such page");
-  return view(run, parts.slice(3), query, kind);
+  return { ...(await view(run, parts.slice(3), query, kind)), run: run.name };
 }
 
 // Something of the run has changed on disk: the view takes it in where it stands.
@@ -106,4 +112,9 @@ function focusSearch() {
 }
 
 window.addEventListener("hashchange", show);
+window.addEventListener("scroll", () => {
+  clearTimeout(scrolled);
+  scrolled = setTimeout(() => isDrawn && keep({ y: Math.round(scrollY) || "" }), 150);
+});
+history.scrollRestoration = "manual";
 show();

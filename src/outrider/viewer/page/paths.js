@@ -49,28 +49,23 @@ export const ORIGINS = {
 };
 
 export function splice(node) {
-  const told = node.metadata;
-  if (node.origin === "buffer")
-    return [
-      told.similarity !== undefined &&
-        `similarity ${told.similarity === null ? "not measured" : told.similarity.toFixed(3)}`,
-      told.source && `from ${told.source}`,
-      told.agent && `by ${told.agent}`,
-      told.source_task && `task ${told.source_task}`,
-      told.memory_version !== undefined && `buffer revision ${told.memory_version}`,
-    ]
-      .filter(Boolean)
-      .join(" · ");
-  if (node.origin === "memory")
-    return [
-      told.writers && `written by ${told.writers.map(writer).join(", ")}`,
-      told.similarities?.length &&
-        `similarity ${told.similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
-      told.memory_version !== undefined && `memory version ${told.memory_version}`,
-    ]
-      .filter(Boolean)
-      .join(" · ");
-  return "";
+  const { similarity, source, agent, source_task, memory_version, writers, similarities } = node.metadata;
+  const parts = {
+    buffer: [
+      similarity !== undefined &&
+        `similarity ${similarity === null ? "not measured" : similarity.toFixed(3)}`,
+      source && `from ${source}`,
+      agent && `by ${agent}`,
+      source_task && `task ${source_task}`,
+      memory_version !== undefined && `buffer revision ${memory_version}`,
+    ],
+    memory: [
+      writers && `written by ${writers.map(writer).join(", ")}`,
+      similarities?.length && `similarity ${similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
+      memory_version !== undefined && `memory version ${memory_version}`,
+    ],
+  }[node.origin];
+  return (parts ?? []).filter(Boolean).join(" · ");
 }
 
 // "2:task/5" is rollout 5 of task, in training step 3: files count steps from 1.

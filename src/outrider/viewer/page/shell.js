@@ -39,7 +39,7 @@ export function top(run, kind = "", where = "", state = null) {
   fill(
     nav,
     brand,
-    h("span", { class: "name" }, run.id.replace(/-[0-9a-f]{8}$/, "")),
+    h("span.name", run.name),
     h("a", { href: base, ...at("curves") }, "Curves"),
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
@@ -87,13 +87,11 @@ function confirmStop(run) {
     h("h2", { id: "stop-title" }, "Stop this run?"),
     h(
       "p",
-      {},
       "It gives up the rollouts under way, writes a checkpoint and ends. ",
       "outrider train --resume goes on from there.",
     ),
     h(
-      "div",
-      { class: "row" },
+      "div.row",
       h("button", { onclick: close }, "Let it run"),
       h("button", { class: "stop", onclick: stop }, "Stop it"),
     ),

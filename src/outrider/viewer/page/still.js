@@ -9,7 +9,8 @@ export function rolloutsOf(rows, given) {
   const chosen = rows.filter(
     (row) =>
       CHOICES.every((name) => !given[name] || row[name] === given[name]) &&
-      (given.training !== "1" || row.where.startsWith("step-")),
+      (given.training !== "1" || row.where.startsWith("step-")) &&
+      (given.failed !== "1" || row.num_failed_calls > 0),
   );
   const low = given.low ? Number(given.low) : -Infinity;
   const high = given.high ? Number(given.high) : Infinity;

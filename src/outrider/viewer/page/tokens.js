@@ -20,19 +20,18 @@ export const SHADES = {
   gap: { text: "trainer–sampler gap", of: gapOf, isSigned: true, edges: [1e-5, 1e-3, 0.01, 0.1] },
 };
 
-function logOf(ratio) {
-  return ratio === undefined || ratio === null ? undefined : Math.log(ratio);
-}
+const isKnown = (value) => value !== undefined && value !== null && !Number.isNaN(value);
+const logOf = (ratio) => (isKnown(ratio) ? Math.log(ratio) : undefined);
 
 function gapOf(values, index) {
   const trainer = values.trainer_logprobs[index];
-  return trainer === undefined || trainer === null ? undefined : trainer - values.logprobs[index];
+  return isKnown(trainer) ? trainer - values.logprobs[index] : undefined;
 }
 
 function shade(name, values, index) {
   const { of, edges, isSigned } = SHADES[name];
   const value = of(values, index);
-  if (value === undefined || value === null || Number.isNaN(value)) return "none";
+  if (!isKnown(value)) return "none";
   const level = edges.filter((edge) => Math.abs(value) >= edge).length;
   if (isSigned) return level === 0 ? "s0" : `${value > 0 ? "p" : "m"}${level}`;
   return `s${level}`;
@@ -42,15 +41,22 @@ export function tokenText(node, values, by) {
   const spans = values.tokens.map((token, index) =>
     h("span", { class: `t ${shade(by, values, index)}`, "data-i": index }, visible(token) || "∅"),
   );
-  const element = h("pre", { class: "tokens", "data-node": node.node_id }, spans);
-  const reading = h("p", { class: "reading quiet" }, "\u00a0");
-  const told = (event) => {
+  const reading = h("p", { class: "reading", hidden: true });
+  const element = h("div.readable", h("pre", { class: "tokens", "data-node": node.node_id }, spans), reading);
+  // The numbers appear below the pointer, inside of the text's width.
+  const show = (event) => {
     const index = event.target.dataset?.i;
-    if (index !== undefined) reading.textContent = numbers(values, Number(index));
+    reading.hidden = index === undefined;
+    if (reading.hidden) return;
+    reading.textContent = numbers(values, Number(index));
+    const box = element.getBoundingClientRect();
+    reading.style.top = `${event.clientY - box.top + 16}px`;
+    reading.style.left = `${Math.max(0, Math.min(event.clientX - box.left, box.width - reading.offsetWidth))}px`;
   };
-  element.addEventListener("pointerover", told);
-  element.addEventListener("click", told);
-  return h("div", {}, element, reading);
+  element.addEventListener("pointerover", show);
+  element.addEventListener("click", show);
+  element.addEventListener("pointerleave", () => (reading.hidden = true));
+  return element;
 }
 
 export function numbers(values, index) {
