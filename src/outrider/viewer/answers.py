@@ -469,7 +469,7 @@ class Catalogue:
         return known[1] | {"name": self.names[run.id]}
 
 
-_OF_A_SEED: Final = frozenset({"seed", "num_threads", "train.max_policy_tokens"})
+_OF_A_SEED: Final = frozenset({"seed", "num_threads", "model.initial_checkpoint", "train.max_policy_tokens"})
 """Settings in which runs of one configuration differ."""
 
 

@@ -57,14 +57,14 @@ export function line(text, most = 120) {
 }
 
 export function number(value, digits = 3) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (!isKnown(value)) return "–";
   if (Number.isInteger(value)) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
   return size >= 1000 ? Math.round(value).toLocaleString("en") : Number(value.toPrecision(digits)).toString();
 }
 
-const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
+export const isKnown = (value) => value !== null && value !== undefined && !Number.isNaN(value);
 export const percent = (value) => (isKnown(value) ? `${(100 * value).toFixed(1)} %` : "–");
 export const signed = (value) => (isKnown(value) ? (value > 0 ? "+" : "") + number(value) : "–");
 export const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
@@ -92,88 +92,82 @@ export const go = (address) => () => {
   location.hash = address;
 };
 export const a = (href, ...text) => h("a", { href }, text);
-export const p = (...text) => h("p", text);
 export const quiet = (...text) => h("p.quiet", text);
 export const fault = (...text) => h("p", { class: "fault", role: "alert" }, text);
 export const button = (text, onclick, more = {}) => h("button", { type: "button", onclick, ...more }, text);
 export const plain = (text, onclick) => button(text, onclick, { class: "plain" });
 export const list = (name, items, tag = "ul") =>
-  h(
-    tag,
-    { class: name },
-    items.map((one) => h("li", one)),
-  );
+  h(tag, { class: name }, items.map((one) => h("li", one)));
 export const fold = (summary, ...inside) => h("details", h("summary", summary), inside);
 
 // Pairs of a name and a value; a value that is null or undefined is left out.
-export const facts = (pairs) =>
-  h(
-    "dl.facts",
-    pairs
-      .filter(([, value]) => value !== null && value !== undefined)
-      .map(([name, value]) => h("div", h("dt", name), h("dd", value))),
-  );
+export function facts(pairs) {
+  const known = pairs.filter(([, value]) => isKnown(value));
+  return h("dl.facts", known.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
+}
 
-export const select = (label, options, value, choose, more = {}) =>
-  h(
-    "label",
-    label,
-    h(
-      "select",
-      { ...more, onchange: (event) => choose(event.target.value) },
-      options.map(([key, text]) =>
-        h("option", { value: key, selected: String(key) === String(value) }, text),
-      ),
-    ),
-  );
+export function select(label, options, value, choose, more = {}) {
+  const option = ([key, text]) => h("option", { value: key, selected: `${key}` === `${value}` }, text);
+  const onchange = (event) => choose(event.target.value);
+  return h("label", label, h("select", { ...more, onchange }, options.map(option)));
+}
 
-export const check = (text, checked, choose, more = {}) =>
-  h(
-    "label.choice",
-    h("input", { type: "checkbox", checked, onchange: (event) => choose(event.target.checked), ...more }),
-    text,
-  );
+export function check(text, checked, choose, more = {}) {
+  const onchange = (event) => choose(event.target.checked);
+  return h("label.choice", h("input", { type: "checkbox", checked, onchange, ...more }), text);
+}
 
-export const search = (label, value, oninput, more = {}) =>
-  h("input", {
-    type: "search",
-    "aria-label": label,
-    value,
-    oninput: (event) => oninput(event.target.value),
-    ...more,
-  });
+// `look` is called with the words when the typing pauses.
+export function search(label, value, look, more = {}) {
+  let timer = null;
+  const oninput = ({ target }) => {
+    clearTimeout(timer);
+    timer = setTimeout(() => look(target.value.trim()), 80);
+  };
+  return h("input", { type: "search", "aria-label": label, value, oninput, ...more });
+}
 
 // A cell is an element `td` or `th`, or the content of one; the head of a column of numbers begins with #.
 export function table(label, heads, rows, name = "") {
-  const isNumber = heads.map((one) => one[0] === "#");
+  const style = heads.map((one) => (one[0] === "#" ? "n" : ""));
+  const th = (text, index) =>
+    h("th", { scope: "col", class: style[index] }, text.replace("#", "") || h("span.unseen", "Choose"));
   const cell = (one, index) =>
-    one?.tagName === "TD" || one?.tagName === "TH"
+    ["TD", "TH"].includes(one?.tagName)
       ? one
-      : h(index ? "td" : "th", { class: isNumber[index] ? "n" : null, scope: index ? null : "row" }, one);
-  return region(
-    label,
-    h(
-      "table",
-      { class: name },
-      head(heads.map((text, index) => [text.replace("#", ""), isNumber[index]])),
-      h(
-        "tbody",
-        rows.map(({ cells, ...more }) => h("tr", more, cells.map(cell))),
-      ),
-    ),
-  );
+      : h(index ? "td" : "th", { class: style[index], scope: index ? null : "row" }, one);
+  const tr = ({ cells, ...more }) => h("tr", more, cells.map(cell));
+  const body = h("tbody", rows.map(tr));
+  return region(label, h("table", { class: name }, h("thead", h("tr", heads.map(th))), body));
 }
-
-const head = (columns) =>
-  h(
-    "thead",
-    h(
-      "tr",
-      columns.map(([text, isNumber]) =>
-        h("th", { scope: "col", class: isNumber ? "n" : null }, text || h("span.unseen", "Choose")),
-      ),
-    ),
-  );
 
 export const region = (label, ...inside) =>
   h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": label }, inside);
+
+// The address has the view and its state, so that Back and reload show both again.
+
+export function address() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  return { parts, query: new URLSearchParams(query ?? "") };
+}
+
+// Writes values into the present address; empty ones are left out of it.
+export function keep(values) {
+  const { query } = address();
+  for (const [name, value] of Object.entries(values)) value ? query.set(name, value) : query.delete(name);
+  const text = String(query) && `?${query}`;
+  history.replaceState(null, "", (location.hash.split("?")[0] || "#/") + text);
+}
+
+// A view's state as texts, from the address or else as `usual`, and what changes it in both places.
+export function stateOf(usual) {
+  const { query } = address();
+  const state = {};
+  for (const name in usual) state[name] = query.get(name) ?? usual[name];
+  const change = (news) => {
+    Object.assign(state, news);
+    for (const name in usual) keep({ [name]: state[name] === usual[name] ? "" : state[name] });
+  };
+  return [state, change];
+}

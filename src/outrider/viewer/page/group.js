@@ -1,30 +1,14 @@
 // A group: its rollouts as a table with the reason of each advantage, and the tree where they part.
 
-import { ask } from "./data.js";
 import {
-  a,
-  at,
-  facts,
-  fold,
-  h,
-  line,
-  list,
-  number,
-  p,
-  placeName,
-  plural,
-  quiet,
-  region,
-  signed,
-  table,
+  a, at, check, facts, fold, h, line, list, number, placeName, plural, quiet, region, signed, table,
 } from "./dom.js";
-import { ORIGINS, childrenOf, groupOf, splice } from "./paths.js";
+import { ORIGINS, groupOf, splice } from "./paths.js";
 import { stepKeys } from "./step.js";
 import { kindOf, neighbour, outcomeOf, rolloutAddress, rolloutLink } from "./table.js";
 
 export async function showGroup(run, [where, index]) {
-  const group = await groupOf(ask, run, where, index);
-  const below = childrenOf(group);
+  const group = await groupOf(run, where, index);
   const chosen = [];
   const beside = h("a.button");
   const choose = (rollout, isOn) => {
@@ -43,9 +27,8 @@ export async function showGroup(run, [where, index]) {
   };
   point();
   const task = group.rollouts[0]?.task_key ?? "";
-  const roots = below.get(-1) ?? [];
-  const element = h(
-    "section",
+  const roots = below(group, -1);
+  const element = h("section",
     h("h1", "Group of ", a(at(run, "task", task), task)),
     quiet(
       a(at(run, "step", where), placeName(where, run.evaluations)),
@@ -59,13 +42,7 @@ export async function showGroup(run, [where, index]) {
       "legend",
       Object.entries(ORIGINS).map(([name, text]) => h("span", { class: `origin ${name}` }, text)),
     ),
-    region(
-      "Tree",
-      h(
-        "ul.tree",
-        roots.map((root) => branch(root, { run, group, below })),
-      ),
-    ),
+    region("Tree", h("ul.tree", roots.map((root) => branch(run, group, root)))),
   );
   const keys = { j: neighbour(1), k: neighbour(-1), ...stepKeys(run, where) };
   return { element, title: `Group of ${task}`, keys };
@@ -81,13 +58,9 @@ function overview(run, group, choose) {
   if (group.advantages) heads.push("Why", "Clipped tokens");
   const rows = group.rollouts.map((row) => {
     const why = reasons[row.rollout];
-    const box = h("input", {
-      type: "checkbox",
-      onchange: (event) => choose(row.rollout, event.target.checked),
-      "aria-label": `choose rollout ${row.rollout}`,
-    });
+    const label = { "aria-label": `choose rollout ${row.rollout}` };
     const cells = [
-      h("td", box),
+      h("td", check("", false, (isOn) => choose(row.rollout, isOn), label)),
       h("th", { scope: "row", class: "n" }, rolloutLink(run, row)),
       kindOf(row.kind),
       number(row.episode_return),
@@ -109,48 +82,35 @@ function explained(advantages) {
   if (!advantages) return null;
   const { formula, mean, std, notes } = advantages;
   return [
-    facts([
-      ["advantage", formula || null],
-      ["group mean of R", number(mean)],
-      ["spread (std)", number(std)],
-    ]),
+    facts([["advantage", formula || null], ["group mean of R", number(mean)], ["spread (std)", number(std)]]),
     notes.map((one) => quiet(one)),
   ];
 }
 
+const below = (group, id) => [...group.nodes.values()].filter((node) => node.parent_id === id);
+
 // Nodes without a fork between them are one line; what goes on from a fork is indented below it.
-function branch(node, context) {
-  const { run, group, below } = context;
-  const endings = (one) => group.rollouts.filter((row) => row.node_id === one.node_id);
-  const next = (one) => below.get(one.node_id) ?? [];
+function branch(run, group, node) {
   const chain = [node];
-  let leaves = endings(node);
-  while (!leaves.length && next(chain.at(-1)).length === 1) {
-    chain.push(next(chain.at(-1))[0]);
-    leaves = endings(chain.at(-1));
+  let leaves, next;
+  for (;;) {
+    const { node_id } = chain.at(-1);
+    leaves = group.rollouts.filter((row) => row.node_id === node_id);
+    next = below(group, node_id);
+    if (leaves.length || next.length !== 1) break;
+    chain.push(next[0]);
   }
-  const children = next(chain.at(-1));
-  return h(
-    "li",
-    h(
-      "div.chain",
-      chain.map(chip),
-      leaves.map((row) => leaf(run, row)),
-    ),
-    children.length > 0 &&
-      h(
-        "ul",
-        children.map((child) => branch(child, context)),
-      ),
+  return h("li",
+    h("div.chain", chain.map(chip), leaves.map((row) => leaf(run, row))),
+    next.length > 0 &&
+      h("ul", next.map((child) => branch(run, group, child))),
   );
 }
 
 function chip(node) {
   const forks = node.metadata.num_forks ? ` · ${node.metadata.num_forks} left in front` : "";
   const origin = splice(node);
-  return h(
-    "div",
-    { class: `chip ${node.origin}`, "data-node": node.node_id, title: line(node.text, 600) },
+  return h("div", { class: `chip ${node.origin}`, "data-node": node.node_id, title: line(node.text, 600) },
     h("span.label", ORIGINS[node.origin]),
     h("span.text", line(node.text, 70) || "(no words)"),
     origin && fold("source", h("span.quiet", origin)),
@@ -160,9 +120,7 @@ function chip(node) {
 }
 
 const leaf = (run, row) =>
-  h(
-    "div",
-    { class: "leaf", "data-leaf": row.rollout },
+  h("div", { class: "leaf", "data-leaf": row.rollout },
     a(rolloutAddress(run, row), `rollout ${row.rollout}`),
     outcomeOf(row),
     h("span", `return ${number(row.episode_return)}`),

@@ -1,20 +1,15 @@
 // Addresses to views, and the keys that work everywhere.
 
-import { address, keep } from "./address.js";
-import { ask } from "./data.js";
-import { fault, fill, h, tell, visible } from "./dom.js";
-import { follow } from "./follow.js";
+import { ask, follow } from "./data.js";
+import { address, fault, fill, h, keep, tell, visible } from "./dom.js";
 import { top } from "./shell.js";
-import { showAlarms } from "./alarms.js";
-import { showBeside } from "./beside.js";
-import { showCounter } from "./counter.js";
 import { showCurves } from "./curves.js";
 import { showGroup } from "./group.js";
 import { showMemory } from "./memory.js";
 import { showRollout } from "./rollout.js";
-import { showRuns } from "./runs.js";
-import { showStep } from "./step.js";
-import { showTask } from "./task.js";
+import { showAlarms, showRuns } from "./runs.js";
+import { showBeside, showCounter } from "./siblings.js";
+import { showStep, showTask } from "./step.js";
 
 const VIEWS = {
   curves: showCurves,

@@ -1,23 +1,8 @@
 // What the step-trace buffer and the memory of tips held at a step, and what was shown when.
 
-import { keep } from "./address.js";
 import { ask, still } from "./data.js";
 import {
-  a,
-  at,
-  button,
-  fault,
-  fill,
-  go,
-  h,
-  line,
-  list,
-  number,
-  placeName,
-  plain,
-  quiet,
-  search,
-  select,
+  a, at, button, fault, fill, go, h, keep, line, list, number, placeName, plain, quiet, search, select,
   stepPlace,
 } from "./dom.js";
 import { rolloutAddress } from "./table.js";
@@ -38,7 +23,7 @@ export async function showMemory(run, [text], query) {
     const { revision } = found.steps;
     fill(
       held,
-      part("Tips", found.tips, (one) => tip(one, showWhen)),
+      part("Tips", found.tips, entry("tips", showWhen)),
       part(`Steps${revision === null ? "" : ` (revision ${revision})`}`, found.steps, (one) =>
         kept(one, showWhen),
       ),
@@ -54,23 +39,15 @@ export async function showMemory(run, [text], query) {
   const nearest = (memory) => async () => {
     try {
       const found = await ask("neighbours", { run: run.id, step, memory, words: field.value });
-      const entry = (one) => [
-        h("strong", one.similarity.toFixed(3)),
-        " ",
-        (memory === "tips" ? tip : kept)(one, showWhen),
-      ];
-      fill(near, h("h2", `Nearest ${memory}`), list("shown", found.map(entry), "ol"));
+      const hit = (one) => [h("strong", one.similarity.toFixed(3)), entry(memory, showWhen)(one)];
+      fill(near, h("h2", `Nearest ${memory}`), list("shown", found.map(hit), "ol"));
     } catch (error) {
       fill(near, fault(error.message));
     }
   };
-  let timer = null;
-  const look = (value) => {
-    clearTimeout(timer);
-    timer = setTimeout(() => {
-      keep({ words: value.trim() });
-      draw(value.trim());
-    }, 120);
+  const look = (words) => {
+    keep({ words });
+    draw(words);
   };
   const words = query.get("words") ?? "";
   const field = search("Search in memories", words, look, { placeholder: "words ( / )" });
@@ -82,11 +59,9 @@ export async function showMemory(run, [text], query) {
   };
   const title = `Memory after step ${step}`;
   const options = steps.map((one) => [one, one]);
-  const element = h(
-    "section",
+  const element = h("section",
     h("h1", title),
-    h(
-      "div.controls",
+    h("div.controls",
       select("step", options, step, (value) => go(at(run, "memory", value))()),
       field,
       !still && ["tips", "steps"].map((memory) => button(`Nearest ${memory}`, nearest(memory))),
@@ -99,8 +74,7 @@ export async function showMemory(run, [text], query) {
 }
 
 const part = (title, { total, items }, entry) =>
-  h(
-    "div.column",
+  h("div.column",
     h("h2", `${title}: ${number(total)}`),
     items.length ? list("items", items.map(entry), "ol") : quiet("None."),
     items.length < total && quiet(`The first ${items.length}; search to narrow.`),
@@ -108,21 +82,14 @@ const part = (title, { total, items }, entry) =>
 
 const said = (text, most) => h("p.said", line(text, most));
 
-const tip = (one, showWhen) => [
+const entry = (memory, showWhen) => (one) => [
   said(one.text, 400),
-  quiet(
-    `tip ${one.item_id} of ${one.key} · score ${number(one.score)} · `,
-    `by ${one.writer} at step ${one.written_at + 1} `,
-    plain("shown when?", () => showWhen("tips", one)),
-  ),
-];
-
-const kept = (one, showWhen) => [
-  said(one.text, 300),
   one.observation && h("p.quiet.said", line(one.observation, 200)),
   quiet(
-    `step ${one.index} of ${one.writer} · by ${one.agent} · reward ${number(one.score)} `,
-    plain("shown when?", () => showWhen("steps", one)),
+    memory === "tips"
+      ? `tip ${one.item_id} of ${one.key} · score ${number(one.score)} · by ${one.writer} at step ${one.written_at + 1} `
+      : `step ${one.index} of ${one.writer} · by ${one.agent} · reward ${number(one.score)} `,
+    plain("shown when?", () => showWhen(memory, one)),
   ),
 ];
 

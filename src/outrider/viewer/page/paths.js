@@ -1,28 +1,20 @@
 // A group's nodes as paths of rollouts.
 
-export async function groupOf(ask, run, where, number) {
-  const step = where.startsWith("step-") ? Number(where.slice(5)) : null;
-  const trace = step !== null ? `${step}/${number}` : await traceOf(ask, run, where, number);
-  const found = await ask("group", { run: run.id, where, trace });
+import { ask } from "./data.js";
+
+// Groups of an evaluation are named after the step at which it came.
+export async function groupOf(run, where, number) {
+  const [kind, digits] = where.split("-");
+  const step = kind === "step" ? Number(digits) : (run.evaluations[Number(digits)]?.step ?? 0);
+  const found = await ask("group", { run: run.id, where, trace: `${step}/${number}` });
   found.nodes = new Map(found.nodes.map((node) => [node.node_id, node]));
-  found.number = number;
   return found;
 }
 
-// Groups of an evaluation are named after the step at which it came.
-async function traceOf(ask, run, where, number) {
-  const evaluation = run.evaluations[Number(where.slice("evaluation-".length))];
-  return `${evaluation?.step ?? 0}/${number}`;
-}
-
 export function pathOf(group, rollout) {
-  const row = rolloutOf(group, rollout);
   const path = [];
-  let node = group.nodes.get(row.node_id);
-  while (node) {
-    path.unshift(node);
-    node = group.nodes.get(node.parent_id);
-  }
+  let node = group.nodes.get(rolloutOf(group, rollout).node_id);
+  for (; node; node = group.nodes.get(node.parent_id)) path.unshift(node);
   return path;
 }
 
@@ -30,13 +22,6 @@ export function rolloutOf(group, rollout) {
   const row = group.rollouts.find((one) => one.rollout === Number(rollout));
   if (!row) throw new Error(`this group has no rollout ${rollout}`);
   return row;
-}
-
-export function childrenOf(group) {
-  const found = new Map();
-  for (const node of group.nodes.values())
-    found.set(node.parent_id, [...(found.get(node.parent_id) ?? []), node]);
-  return found;
 }
 
 export const ORIGINS = {

@@ -1,57 +1,33 @@
 // One rollout as a chat.
 
-import { address, keep } from "./address.js";
 import { ask } from "./data.js";
 import {
-  a,
-  at,
-  button,
-  facts,
-  fault,
-  fill,
-  fold,
-  go,
-  h,
-  number,
-  placeName,
-  plural,
-  quiet,
-  select,
-  signed,
-  spaced,
-  tell,
+  a, address, at, button, facts, fault, fill, fold, go, h, isKnown, keep, number, placeName, plural, quiet,
+  select, signed, spaced, tell,
 } from "./dom.js";
 import { groupOf, pathOf, rolloutOf } from "./paths.js";
 import { stepKeys } from "./step.js";
 import { neighbour } from "./table.js";
-import { SHADES } from "./tokens.js";
-import { turn } from "./turns.js";
+import { SHADES, turn } from "./turns.js";
 
 export async function showRollout(run, [where, index, rollout], query) {
-  const group = await groupOf(ask, run, where, index);
+  const group = await groupOf(run, where, index);
   const row = rolloutOf(group, rollout);
   const path = pathOf(group, rollout);
   const given = { run: run.id, where, trace: group.trace_id };
   const values = path.length ? (await ask("tokens", { ...given, rollout })).nodes : {};
   const chat = h("div.chat");
   const whole = (node) => ask("text", { ...given, node: node.node_id });
-  const draw = () =>
-    fill(
-      chat,
-      path.map((node) =>
-        turn(node, {
-          values: values[node.node_id],
-          rollout: row.rollout,
-          by: shading(),
-          whole,
-          isOpen: String(node.node_id) === query.get("node") ? true : null,
-        }),
-      ),
-    );
+  const isSought = (node) => String(node.node_id) === query.get("node") || null;
+  const shared = { rollout: row.rollout, whole };
+  const draw = () => {
+    const by = shading();
+    const options = (node) => ({ ...shared, by, values: values[node.node_id], isOpen: isSought(node) });
+    fill(chat, path.map((node) => turn(node, options(node))));
+  };
   draw();
   const groupAddress = at(run, "group", where, index);
-  const element = h(
-    "section",
+  const element = h("section",
     h("h1", `Rollout ${rollout} of `, a(at(run, "task", row.task_key), row.task_key)),
     quiet(
       a(at(run, "step", where), placeName(where, run.evaluations)),
@@ -68,10 +44,8 @@ export async function showRollout(run, [where, index, rollout], query) {
     ending(row, group.advantages?.rollouts[rollout]),
   );
   const keys = { j: neighbour(1), k: neighbour(-1), g: go(groupAddress), ...stepKeys(run, where) };
-  const ready = () =>
-    chat
-      .querySelector(`[data-node="${Number(query.get("node") ?? -1)}"]`)
-      ?.scrollIntoView({ block: "center" });
+  const sought = chat.querySelector(`[data-node="${Number(query.get("node") ?? -1)}"]`);
+  const ready = () => sought?.scrollIntoView({ block: "center" });
   return { element, title: `Rollout ${rollout} of ${row.task_key}`, ready, keys };
 }
 
@@ -85,7 +59,7 @@ export const rolloutFacts = (row) =>
     ["turns", number(row.num_turns)],
     ["tokens", number(row.num_tokens)],
     ["calls", number(row.num_calls)],
-    ["failed calls", row.num_failed_calls && number(row.num_failed_calls)],
+    ["failed calls", row.num_failed_calls],
     ["mean entropy", `${number(row.mean_entropy)} nats`],
   ]);
 
@@ -97,11 +71,11 @@ function ending(row, why) {
   const known = [
     ["extracted answer", row.answer],
     ["targets", row.targets?.join(" · ")],
-    ["return", parts.length ? `${number(row.episode_return)} = ${parts.join(" + ")}` : null],
+    ["parts of the reward", parts.join(" · ") || null],
     ["reason", row.reason || null],
     ["advantage", why?.equation || null],
   ];
-  if (known.every(([, value]) => (value ?? null) === null)) return null;
+  if (!known.some(([, value]) => isKnown(value))) return null;
   return h("section.card.ending", h("h2", "Result"), facts(known), quiet(why?.parts));
 }
 
@@ -119,13 +93,9 @@ function teacher({ help, without_help }) {
 const shading = () => address().query.get("shade") ?? "entropy";
 
 function tools(run, row, path, values, where, draw) {
-  const command = h("code", { class: "command", hidden: true });
-  const again = () => {
-    command.hidden = !command.hidden;
-    command.textContent = where.startsWith("step-")
-      ? `outrider replay ${run.curves.path} --step ${Number(where.slice(5))}`
-      : "only training steps can be played again";
-  };
+  const command = where.startsWith("step-")
+    ? `outrider replay ${run.curves.path} --step ${Number(where.slice(5))}`
+    : "only training steps can be played again";
   const copy = async () => {
     const turns = path.map((node) => ({ ...node, ...(values[node.node_id] ?? {}) }));
     const text = JSON.stringify({ ...row, turns }, null, 1);
@@ -146,12 +116,10 @@ function tools(run, row, path, values, where, draw) {
     draw();
   };
   const shades = Object.entries(SHADES).map(([value, { text }]) => [value, text]);
-  return h(
-    "div.controls",
+  return h("div.controls",
     select("shade by", shades, shading(), shade, { name: "shade" }),
     copied,
-    button("Play again", again),
-    command,
+    fold("Play again", h("code.command", command)),
     h("span.quiet", "Point at a token, or touch it, for its numbers."),
     shown,
   );

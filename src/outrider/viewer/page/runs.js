@@ -1,7 +1,9 @@
-// All runs: what each is, where it stands, and two or more of them in `outrider compare`.
+// Runs, and the warnings of one.
 
 import { ask, still } from "./data.js";
-import { a, at, fill, h, line, number, percent, table } from "./dom.js";
+import { a, at, fill, h, line, list, number, percent, quiet, stepPlace, table } from "./dom.js";
+
+// All runs: what each is, where it stands, and two or more of them in `outrider compare`.
 
 const HEADS = ["", "Run", "Status", "Method", "Task", "Score", "#Steps", "#Tokens", "Last alarm"];
 
@@ -10,15 +12,7 @@ export async function showRuns() {
   const holder = h("div");
   const compare = h("a.button", "Compare the chosen");
   const draw = (runs) =>
-    fill(
-      holder,
-      table(
-        "Runs",
-        HEADS,
-        runs.map((run) => ({ cells: cells(run, chosen, compare) })),
-        "runs",
-      ),
-    );
+    fill(holder, table("Runs", HEADS, runs.map((run) => ({ cells: cells(run, chosen, compare) })), "runs"));
   draw(await ask("runs"));
   const timer = still ? null : setInterval(async () => draw(await ask("runs")), 5000);
   point(compare, chosen);
@@ -57,5 +51,36 @@ function cells(run, chosen, compare) {
     `${number(run.steps)}${run.num_steps ? ` / ${run.num_steps}` : ""}`,
     number(run.tokens),
     h("td.wide", run.alarm ? a(at(run, "alarms"), line(run.alarm.text, 70)) : "–"),
+  ];
+}
+
+// Every warning of a run with its step.
+
+export async function showAlarms(run) {
+  const holder = h("div");
+  const draw = async () => {
+    const found = await ask("alarms", { run: run.id });
+    fill(
+      holder,
+      found.length
+        ? list(
+            "alarms",
+            found.map((one) => entry(run, one)),
+            "ol",
+          )
+        : quiet("None was recorded."),
+    );
+  };
+  await draw();
+  return { element: h("section", h("h1", "Alarms"), holder), title: "Alarms", refresh: draw };
+}
+
+function entry(run, one) {
+  const place = one.step ? stepPlace(one.step) : null;
+  const name = one.step ? `step ${one.step}` : "before training";
+  return [
+    place && run.places.includes(place) ? a(at(run, "step", place), name) : h("span", name),
+    h("span.quiet", one.time ? new Date(1000 * one.time).toLocaleString() : ""),
+    h("p.said", one.text),
   ];
 }

@@ -1,45 +1,20 @@
-// The rollouts of a step, an evaluation or a whole run: histogram, filters, table and search.
+// Rollouts of a step, an evaluation, a run or a task.
 
-import { keep } from "./address.js";
 import { ask } from "./data.js";
 import {
-  at,
-  button,
-  capital,
-  check,
-  fault,
-  fill,
-  go,
-  h,
-  number,
-  placeName,
-  plural,
-  select,
-  spaced,
-  tell,
+  a, at, button, capital, check, fault, fill, go, h, isKnown, keep, line, list, mean, number, placeName,
+  plain, plural, quiet, search, select, spaced, stateOf, table, tell,
 } from "./dom.js";
-import { histogram } from "./histogram.js";
-import { searchBox } from "./search.js";
-import { rolloutTable } from "./table.js";
+import { rolloutAddress, rolloutTable } from "./table.js";
+
+// The rollouts of a step, an evaluation or a whole run: histogram, filters, table and search.
 
 export async function showStep(run, [where], query, view) {
   const isAll = view === "all";
   const place = isAll ? "" : (where ?? run.places[0]);
   const sort = isAll ? "step" : "episode_return";
-  const usual = {
-    kind: "",
-    mode: "",
-    outcome: "",
-    failed: "",
-    low: "",
-    high: "",
-    sort,
-    descending: "1",
-    offset: 0,
-  };
-  const state = Object.fromEntries(
-    Object.entries(usual).map(([name, value]) => [name, query.get(name) ?? value]),
-  );
+  const empty = { kind: "", mode: "", outcome: "", failed: "", low: "", high: "", offset: "" };
+  const [state, keepState] = stateOf({ ...empty, sort, descending: "1" });
   const bars = histogram((low, high) => change({ low, high }));
   const table = rolloutTable(run, (sort) =>
     change({ sort, descending: state.sort === sort && state.descending === "1" ? "0" : "1" }),
@@ -56,7 +31,7 @@ export async function showStep(run, [where], query, view) {
       if (mine !== turn) return; // a newer question has been asked
       bars.draw(found.histogram, state.low, state.high);
       table.draw(found.rows, state.sort, state.descending === "1");
-      const hasCalls = state.failed || found.rows.some((row) => (row.num_failed_calls ?? null) !== null);
+      const hasCalls = state.failed || found.rows.some((row) => isKnown(row.num_failed_calls));
       fill(
         filters,
         ["kind", "mode", "outcome"].map((name) =>
@@ -65,31 +40,19 @@ export async function showStep(run, [where], query, view) {
         hasCalls &&
           check("failed calls", state.failed === "1", (isOn) => change({ failed: isOn ? "1" : "" })),
       );
-      fill(
-        pages,
-        paging(found, (offset) => change({ offset })),
-      );
-      fill(
-        damaged,
-        (found.notes ?? []).map((one) => fault(`Left out: ${one}`)),
-      );
+      fill(pages, paging(found, (offset) => change({ offset })));
+      fill(damaged, (found.notes ?? []).map((one) => fault(`Left out: ${one}`)));
       tell(plural(found.total, "rollout"));
     } catch (error) {
       fill(damaged, fault(error.message)); // the way to the other steps stays
     }
   };
   const change = (news) => {
-    Object.assign(state, { offset: 0 }, news);
-    keep(
-      Object.fromEntries(
-        Object.entries(state).map(([name, value]) => [name, value === usual[name] ? "" : value]),
-      ),
-    );
+    keepState({ offset: "", ...news });
     return draw();
   };
   await draw();
-  const element = h(
-    "section",
+  const element = h("section",
     isAll ? h("h1", "All rollouts") : heading(run, place),
     h("div.tools", bars.element, h("div", filters, searchBox(run, place, query))),
     damaged,
@@ -103,24 +66,15 @@ export async function showStep(run, [where], query, view) {
 
 function heading(run, place) {
   const index = run.places.indexOf(place);
+  const name = (where) => placeName(where, run.evaluations);
   const link = (there, text, key) =>
     there
-      ? h(
-          "a",
-          {
-            href: at(run, "step", there),
-            "aria-label": `${text}: ${placeName(there, run.evaluations)}`,
-            title: `key: ${key}`,
-          },
-          key,
-        )
-      : h("span", { class: "quiet", "aria-hidden": "true" }, key);
-  const options = run.places.map((one) => [one, placeName(one, run.evaluations)]);
-  return h(
-    "div.heading",
-    h("h1", capital(placeName(place, run.evaluations))),
-    h(
-      "div.goto",
+      ? h("a", { href: at(run, "step", there), "aria-label": `${text}: ${name(there)}`, title: key }, key)
+      : h("span.quiet", { "aria-hidden": "true" }, key);
+  const options = run.places.map((one) => [one, name(one)]);
+  return h("div.heading",
+    h("h1", capital(name(place))),
+    h("div.goto",
       link(run.places[index - 1], "before", "←"),
       select("", options, place, (value) => go(at(run, "step", value))(), { "aria-label": "Go to a step" }),
       link(run.places[index + 1], "behind", "→"),
@@ -148,12 +102,136 @@ function choice(name, counts, value, choose) {
 function paging({ total, offset, rows }, move) {
   const end = offset + rows.length;
   return [
-    h(
-      "span",
-      { class: "quiet", "data-total": total },
+    h("span", { class: "quiet", "data-total": total },
       total ? `${number(offset + 1)} to ${number(end)} of ${number(total)}` : "No rollout is like that.",
     ),
-    offset > 0 && button("Before", () => move(Math.max(0, offset - 100))),
-    end < total && button("Next", () => move(end)),
+    offset > 0 && button("Before", () => move(offset > 100 ? `${offset - 100}` : "")),
+    end < total && button("Next", () => move(`${end}`)),
   ];
 }
+
+// Returns as bars; each is a button that narrows the table to its range.
+function histogram(choose) {
+  const element = h("div", { class: "histogram", role: "group", "aria-label": "Returns: choose a range" });
+  const draw = ({ edges, numbers, missing }, low, high) => {
+    const most = Math.max(1, ...numbers);
+    const isIn = (index) =>
+      low !== "" && edges[index] >= Number(low) - 1e-12 && edges[index + 1] <= Number(high) + 1e-12;
+    const bars = numbers.map((count, index) => {
+      const label = `${number(edges[index])} to ${number(edges[index + 1])}: ${plural(count, "rollout")}`;
+      const pick = () => (isIn(index) ? choose("", "") : choose(`${edges[index]}`, `${edges[index + 1]}`));
+      const about = { class: "bar", title: label, "aria-label": label, "aria-pressed": String(isIn(index)) };
+      const bar = button(h("span"), pick, about);
+      bar.firstChild.style.height = `${count ? Math.max(3, (100 * count) / most) : 0}%`;
+      return bar;
+    });
+    const ends = [number(edges[0]), "return", number(edges.at(-1))];
+    fill(
+      element,
+      h("div.bars", bars),
+      edges.length > 0 &&
+        h("div.ends.quiet", ends.map((text) => h("span", text))),
+      quiet(
+        missing > 0 && `${number(missing)} without a return. `,
+        low !== "" &&
+          plain(`Only ${number(Number(low))} to ${number(Number(high))}: show all`, () => choose("", "")),
+      ),
+    );
+  };
+  return { element, draw };
+}
+
+// Search in the text of turns: of a step, or of all.
+function searchBox(run, place, query) {
+  const results = h("div.hits");
+  let isEverywhere = !place || query.has("everywhere");
+  let turn = 0;
+  const look = async () => {
+    const mine = ++turn;
+    const words = field.value.trim();
+    keep({ words, everywhere: place && isEverywhere ? 1 : "" });
+    if (!words) return fill(results);
+    try {
+      const found = await ask("search", { run: run.id, words, ...(isEverywhere ? {} : { where: place }) });
+      if (mine === turn) fill(results, hits(run, found, words));
+    } catch (error) {
+      if (mine === turn) fill(results, fault(error.message));
+    }
+  };
+  const words = query.get("words") ?? "";
+  const field = search("Search in text", words, look, { placeholder: "words of a turn ( / )" });
+  if (words) look();
+  const everywhere = (isOn) => {
+    isEverywhere = isOn;
+    look();
+  };
+  return h("div", { class: "search", role: "search" },
+    field,
+    place && check("in all steps", isEverywhere, everywhere),
+    results,
+  );
+}
+
+function hits(run, { hits, more }, words) {
+  const text = hits.length
+    ? `${plural(hits.length, "turn")}${more ? " or more" : ""}`
+    : "No turn has these words.";
+  tell(text);
+  const entry = (hit) => [
+    a(
+      `${rolloutAddress(run, hit)}?node=${hit.node_id}`,
+      `${placeName(hit.where)}, ${hit.task_key}, rollout ${hit.rollout}`,
+    ),
+    h("span", { class: `origin ${hit.origin}` }, hit.origin),
+    h("p.said", marked(line(hit.text, 220), words)),
+  ];
+  return [quiet(text), list("", hits.map(entry), "ol")];
+}
+
+function marked(text, words) {
+  const start = text.toLowerCase().indexOf(words.toLowerCase());
+  const end = start + words.length;
+  return start < 0 ? text : [text.slice(0, start), h("mark", text.slice(start, end)), text.slice(end)];
+}
+
+// One task over steps and evaluations.
+
+export async function showTask(run, [task]) {
+  const page = (offset) => ask("rollouts", { run: run.id, task_key: task, sort: "step", offset });
+  const found = await page(0);
+  const rows = [...found.rows];
+  while (rows.length < found.total) rows.push(...(await page(rows.length)).rows);
+  const stepOf = (place) => rows.find((row) => row.where === place).step;
+  const places = run.places
+    .filter((place) => rows.some((row) => row.where === place))
+    .sort((one, other) => stepOf(one) - stepOf(other) || other.localeCompare(one));
+  const entry = (place) => {
+    const own = rows.filter((row) => row.where === place);
+    return {
+      "data-place": place,
+      cells: [
+        a(at(run, "step", place), placeName(place, run.evaluations)),
+        number(mean(own.map((row) => row.episode_return).filter((value) => value !== null))),
+        h("div.marks", own.map((row) => mark(run, row))),
+      ],
+    };
+  };
+  const element = h("section",
+    h("h1", `Task ${task}`),
+    quiet(
+      `${plural(found.total, "rollout")} in ${plural(places.length, "step or evaluation", "steps and evaluations")}`,
+    ),
+    table("Task over time", ["When", "#Mean return", "Rollouts"], places.map(entry), "over-time"),
+  );
+  return { element, title: `Task ${task}` };
+}
+
+const mark = (run, row) =>
+  h("a",
+    {
+      href: rolloutAddress(run, row),
+      class: `mark-of ${row.fault ? "lost" : row.episode_return > 0 ? "good" : "bad"}`,
+      title: `rollout ${row.rollout}: ${row.outcome}, ${row.kind} ${line(row.fault, 80)}`,
+    },
+    row.fault ? "fault" : number(row.episode_return, 2),
+  );

@@ -1,6 +1,6 @@
 // Rollouts as a table that is sorted by a click, and walked with j and k.
 
-import { a, at, fill, h, number, placeName, plain, region, spaced } from "./dom.js";
+import { a, at, fill, h, isKnown, number, placeName, plain, region, spaced } from "./dom.js";
 
 const COLUMNS = {
   where: "Step",
@@ -32,20 +32,17 @@ export function rolloutTable(run, sorted) {
   const draw = (rows, sort, descending) => {
     current = -1;
     const names = Object.keys(COLUMNS).filter(
-      (name) => !LATER.includes(name) || rows.some((row) => (row[name] ?? null) !== null),
+      (name) => !LATER.includes(name) || rows.some((row) => isKnown(row[name])),
     );
     const order = descending ? "descending" : "ascending";
     const th = (name) =>
-      h(
-        "th",
+      h("th",
         { scope: "col", class: isNumber(name) ? "n" : null, "aria-sort": sort === name ? order : "none" },
         plain(COLUMNS[name].replace("#", ""), () => sorted(name)),
       );
     fill(head, names.map(th));
     const tr = (row) =>
-      h(
-        "tr",
-        { "data-rollout": `${row.where}/${row.trace_id}/${row.rollout}` },
+      h("tr", { "data-rollout": `${row.where}/${row.trace_id}/${row.rollout}` },
         names.map((name) => cell(run, row, name)),
       );
     fill(body, rows.map(tr));
@@ -66,9 +63,7 @@ export const kindOf = (kind) => h("span", { class: `origin ${kind}` }, kind);
 export const outcomeOf = (row) =>
   h("span", { class: row.episode_return === null ? "badge stopped" : "" }, spaced(row.outcome));
 export const rolloutLink = (run, row) =>
-  h(
-    "a",
-    { href: rolloutAddress(run, row), "aria-label": `rollout ${row.rollout} of ${row.task_key}` },
+  h("a", { href: rolloutAddress(run, row), "aria-label": `rollout ${row.rollout} of ${row.task_key}` },
     row.rollout,
   );
 
