@@ -20,8 +20,8 @@ _FORMULAS: Final = {
     "mean_normalized": "(R − mean) / mean",
 }
 _UNEXPLAINED: Final = {
-    "reinforce++": "the advantage of every token is normalized over all tokens of the step",
-    "tree_grpo": "they combine z-scores within the group and within its trees",
+    "reinforce++": "advantages of tokens are normalized over the step",
+    "tree_grpo": "z-scores within the trees are added or replace those within the group",
     "lamer": "every turn has an advantage of its own, and the value is their mean",
     "rejection": "selected rollouts have the advantage 1, all others 0",
 }
@@ -33,63 +33,48 @@ def explain_advantages(
     """Explain the advantages of a group from the table ``[algorithm]`` of its run, its recorded rollouts and
     its recorded nodes; None if it has no advantages.
 
-    Returns ``formula`` and, by rollout, ``equation`` (both empty unless the equations give all recorded
-    advantages); its ``parts``; ``clipped``, the numbers of clipped and of trained tokens, None if unknown;
-    and for the group ``mean`` and ``std`` of its returns and ``notes``.
+    Returns ``mean`` and ``std`` of the returns, ``notes``, ``formula`` and, by rollout, ``equation`` (both
+    empty unless the equations give all recorded advantages), ``parts``, and ``clipped``: the numbers of
+    clipped and of trained tokens, or None.
     """
     rows = [row for row in rollouts if None not in (row["advantage"], row["episode_return"])]
     if not rows:
         return None
     by_id = {node["node_id"]: node for node in nodes}
     paths = [path_to(by_id, row["node_id"]) for row in rows]
-    kind, penalty = str(algorithm.get("advantage", "group_normalized")), algorithm.get("invalid_penalty", 0.0)
-    formula, notes = _FORMULAS.get(kind, ""), _notes(algorithm, rows)
+    kind = str(algorithm.get("advantage", "group_normalized"))
     totals = [row["episode_return"] + row["intrinsic"] for row in rows]
-    scores, counted = totals, [[total] for total in totals]  # of each rollout: what mean and std count
-    if penalty or algorithm.get("statistics") == "samples":
-        turns = [
-            [total - penalty * ('"invalid": true' in node["metadata"]) for node in path if _is_policy(node)]
-            for total, path in zip(totals, paths, strict=True)
-        ]
-        scores = [fmean(own or [total]) for own, total in zip(turns, totals, strict=True)]
-        counted = turns if algorithm.get("statistics") == "samples" else [[score] for score in scores]
-        notes.append("R is the mean score of the turns, and every turn has the advantage of its own score.")
-    population = [value for own in counted for value in own]
-    mean = fmean(population)
-    num, ddof = len(population), algorithm.get("advantage_std") != "population"
-    std = math.sqrt(fmean((value - mean) ** 2 for value in population) * num / max(1, num - ddof))
+    mean, num = fmean(totals), len(totals)
+    std = float(np.std(totals, ddof=min(num - 1, algorithm.get("advantage_std") != "population")))
     scale = {"group_normalized": std + 1e-6, "mean_normalized": mean}.get(kind, 1.0)
-    baselines = [mean] * len(rows)
-    if kind == "leave_one_out" and len(rows) > 1:
-        baselines = [(num * mean - sum(own)) / (num - len(own)) for own in counted]
+    baselines = [mean] * num
+    if kind == "leave_one_out" and num > 1:
+        baselines = [(num * mean - total) / (num - 1) for total in totals]
     factors, rewards, weight = _retrieval_factors(algorithm, paths)
-    if weight:
-        notes.append(f"factor = 1 + {weight:g} × the z-score of the retrieval reward in the group (RAPO).")
-    terms = list(zip(scores, baselines, factors, strict=True))
-    is_tied = not has_spread(np.array(population))
+    terms = list(zip(totals, baselines, factors, strict=True))
+    is_tied = not has_spread(np.array(totals))
     values = [0.0 if is_tied else (score - baseline) / scale * factor for score, baseline, factor in terms]
-    is_explained = all(
-        math.isclose(value, row["advantage"], rel_tol=1e-6, abs_tol=1e-9)
-        for value, row in zip(values, rows, strict=True)
-    )
-    if not is_explained or (not formula and not is_tied):
-        why = _UNEXPLAINED.get(
-            str(algorithm.get("type")), f"advantage = {kind} uses more than the group's returns"
-        )
-        formula, notes = "", [f"The advantages do not follow from these returns alone: {why}.", *notes]
+    recorded = [row["advantage"] for row in rows]
+    is_explained = (kind in _FORMULAS or is_tied) and np.allclose(values, recorded, rtol=1e-6, atol=1e-9)
+    notes = _notes(algorithm, rows, weight)
+    if not is_explained:
+        why = _UNEXPLAINED.get(str(algorithm.get("type")), f"{kind} uses more than the returns of the group")
+        if algorithm.get("invalid_penalty") or algorithm.get("statistics") == "samples":
+            why = "turns have scores of their own (invalid_penalty, statistics)"
+        notes.insert(0, f"The advantages do not follow from these returns alone: {why}.")
     elif is_tied:
         notes.insert(0, "All returns are equal, so every advantage is 0.")
+    has_equations = is_explained and not is_tied
     explained = {}
     for row, path, reward, value, own in zip(rows, paths, rewards, values, terms, strict=True):
-        extra = row["intrinsic"]
-        parts = [f"R = {row['episode_return']:.4g} {extra:+.4g}"] if extra else []
+        parts = [f"R = {row['episode_return']:.4g} {row['intrinsic']:+.4g}"] if row["intrinsic"] else []
         parts += [f"factor {own[2]:.4g} (retrieval reward {reward:.4g})"] if weight else []
         explained[row["rollout"]] = {
-            "equation": _equation(*own, scale, value) if formula and not is_tied else "",
+            "equation": _equation(*own, scale, value) if has_equations else "",
             "parts": " · ".join(parts).replace("-", "−"),
             "clipped": _clipped(algorithm.get("loss"), [n for n in path if n["rollout"] == row["rollout"]]),
         }
-    formula = f"A = {formula}{' × factor' if weight else ''}" if formula else ""
+    formula = f"A = {_FORMULAS[kind]}{' × factor' if weight else ''}" if has_equations else ""
     return {"formula": formula, "mean": mean, "std": std, "notes": notes, "rollouts": explained}
 
 
@@ -102,24 +87,20 @@ def path_to(nodes: Mapping[int, Row], node_id: int) -> list[Row]:
     return path
 
 
-def _is_policy(node: Row) -> bool:
-    return bool(node["origin"] == Origin.POLICY)
-
-
-def _notes(algorithm: Row, rows: Sequence[Row]) -> list[str]:
-    """What tokens get beyond the advantage of their rollout."""
+def _notes(algorithm: Row, rows: Sequence[Row], weight: float) -> list[str]:
     branch = algorithm.get("branch")
     branching = {**algorithm, **(branch if isinstance(branch, Mapping) else {})}
-    notes = []
-    if any(row["forked_from"] != row["rollout"] for row in rows) and "attribution" in branching:
-        text = {"hard": "once, with the mean of their advantages"}
-        how = text.get(branching["attribution"], "once for each of them, with its advantage")
-        notes.append(f"A turn that rollouts share is trained {how}.")
-    if weight := branching.get("entropy_advantage"):
-        notes.append(f"Not explained: the factor 1 + {weight:g} × the z-score of its entropy of every token.")
-    if algorithm.get("type") == "gigpo":
-        notes.append("Not explained: the advantage of its step, which every turn has in addition.")
-    return notes
+    is_shared = "attribution" in branching and any(row["forked_from"] != row["rollout"] for row in rows)
+    how = "once, with the mean of their advantages"
+    if branching.get("attribution") != "hard":
+        how = "once for each of them, with its advantage"
+    notes = [
+        (weight, f"factor = 1 + {weight:g} × the z-score of the retrieval reward in the group (RAPO)."),
+        (is_shared, f"A turn that rollouts share is trained {how}."),
+        (branching.get("entropy_advantage"), "Not explained: each token's factor by its entropy (AEPO)."),
+        (algorithm.get("type") == "gigpo", "Not explained: the advantage of its step, added for each turn."),
+    ]
+    return [text for applies, text in notes if applies]
 
 
 def _retrieval_factors(
@@ -127,16 +108,16 @@ def _retrieval_factors(
 ) -> tuple[list[float], list[float], float]:
     """RAPO's factors, the retrieval rewards, and the weight, which is 0 if the run has none."""
     section = algorithm if "num_hybrid" in algorithm else algorithm.get("retrieval")
-    table = section if isinstance(section, Mapping) and "num_hybrid" in section else {"num_hybrid": 0}
-    names = RetrievalAdvantageSettings.model_fields.keys() & table.keys()
-    settings = RetrievalAdvantageSettings(**{name: table[name] for name in names})
-    if not settings.num_hybrid:
+    if not isinstance(section, Mapping) or not section.get("num_hybrid"):
         return [1.0] * len(paths), [0.0] * len(paths), 0.0
+    names = RetrievalAdvantageSettings.model_fields.keys() & section.keys()
+    settings = RetrievalAdvantageSettings(**{name: section[name] for name in names})
     rewards = []
     for path in paths:
         own = [
-            SimpleNamespace(origin=Origin(n["origin"]), trainable=_is_policy(n), entropies=n["entropies"])
-            for n in path
+            SimpleNamespace(origin=origin, trainable=origin is Origin.POLICY, entropies=node["entropies"])
+            for node in path
+            for origin in [Origin(node["origin"])]
         ]
         rewards.append(retrieval_reward(cast(Any, own), settings).value)
     z = group_normalized_advantages_per_rollout(returns=rewards).values.tolist()

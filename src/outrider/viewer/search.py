@@ -123,9 +123,9 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
     Args:
         table: The rollouts of a run.
         params: Exact values by the name of a column (``where``, ``task_key``, ``kind``, ``mode``,
-            ``outcome``); ``low`` and ``high`` bound the return, both inclusive; ``failed`` = 1 selects
-            rollouts with a failed tool call, ``training`` = 1 leaves evaluations out; ``sort`` names a
-            column, ``descending`` = 1 reverses it; ``offset`` is the first row of the page.
+            ``outcome``); ``low`` and ``high`` bound the return, both inclusive; ``training`` = 1 leaves
+            evaluations out; ``sort`` names a column, ``descending`` = 1 reverses it; ``offset`` is the first
+            row of the page.
 
     Returns:
         ``total`` rollouts, one page of them as ``rows``, a histogram of returns (without their bounds), and
@@ -140,8 +140,6 @@ def find(table: pa.Table, params: Mapping[str, str]) -> dict[str, Any]:
             table = table.filter(pc.equal(table[name], value))
     if params.get("training") == "1":
         table = table.filter(pc.starts_with(pc.cast(table["where"], pa.string()), "step-"))
-    if params.get("failed") == "1" and "num_failed_calls" in table.column_names:
-        table = table.filter(pc.fill_null(pc.greater(table["num_failed_calls"], 0), False))
     bounded = table
     for name, compare in (("low", pc.greater_equal), ("high", pc.less_equal)):
         if value := params.get(name):

@@ -1,11 +1,11 @@
 // One metric as a line per run. A click on a point opens its step.
 
 import uPlot from "./vendor/uPlot.esm.js";
-import { h, number } from "./dom.js";
+import { h, isKnown, number } from "./dom.js";
 
 export const INKS = ["--ink-1", "--ink-2", "--ink-3", "--ink-4", "--ink-5", "--ink-6"];
 const HEIGHT = 150;
-const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // there is no half of a step
+const WHOLE = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000]; // of a step
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -37,10 +37,11 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
     return [one.x, ...columns.map((column) => (smoothing ? smoothed(column, smoothing) : column))];
   });
   const data = tables.length > 1 ? uPlot.join(tables) : (tables[0] ?? [[]]);
-  const holder = h("div.plot");
+  const label = `${title} over ${xLabel}: ${lines.map(described).join("; ")}`;
+  const holder = h("div.plot", { role: "img", "aria-label": label });
   const nearest = (plot) => {
     const at = plot.cursor.idx;
-    if (at === null || at === undefined) return null;
+    if (!isKnown(at)) return null;
     const x = data[0][at];
     const shown = lines.map((one) => ({ one, index: one.x.indexOf(x) })).filter(({ index }) => index >= 0);
     const y = plot.posToVal(plot.cursor.top, "y");
@@ -55,17 +56,14 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
   };
   // As many digits as neighbouring ticks need to differ.
   const short = (plot, ticks, index, space, step) =>
-    ticks.map((value) =>
-      number(value, 3 + Math.max(0, Math.ceil(Math.log10(Math.abs(value) / step || 1)) - 2)),
-    );
+    ticks.map((value) => number(value, 1 + Math.ceil(Math.log10(Math.abs(value) / step || 1))));
   const shadeHealthy = (plot) => {
-    const { low = null, high = null } = healthy;
-    if (low === null && high === null) return;
+    if (!isKnown(healthy.low) && !isKnown(healthy.high)) return;
     const { left, top, width, height } = plot.bbox;
-    const y = (value, edge) =>
-      value === null ? edge : Math.min(top + height, Math.max(top, plot.valToPos(value, "y", true)));
+    const y = (value) => Math.min(top + height, Math.max(top, plot.valToPos(value, "y", true)));
+    const [low, high] = [y(healthy.low ?? -Infinity), y(healthy.high ?? Infinity)];
     plot.ctx.fillStyle = `${colour("--good")}1c`;
-    plot.ctx.fillRect(left, y(high, top), width, y(low, top + height) - y(high, top));
+    plot.ctx.fillRect(left, high, width, low - high);
   };
   const plot = new uPlot(
     {
@@ -90,7 +88,7 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
     const found = nearest(plot);
     if (found) open(found.one, found.index);
   });
-  const said = h("p", { class: "reading quiet", "aria-hidden": "true" }, "\u00a0");
+  const said = h("p.reading.quiet", { "aria-hidden": "true" }, "\u00a0");
   holder.addEventListener("mousemove", () => {
     const found = nearest(plot);
     said.textContent = found
@@ -102,8 +100,6 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
     if (holder.clientWidth) plot.setSize({ width: holder.clientWidth, height: HEIGHT });
   });
   fit.observe(holder);
-  holder.setAttribute("role", "img");
-  holder.setAttribute("aria-label", `${title} over ${xLabel}: ${lines.map(described).join("; ")}`);
   return {
     element: h("div", holder, said),
     leave: () => {
@@ -121,7 +117,7 @@ function spread(low, high) {
 }
 
 function described(one) {
-  const known = one.values.filter((value) => value !== null);
+  const known = one.values.filter(isKnown);
   if (!known.length) return `${one.label}: no value`;
   const [least, most] = [Math.min(...known), Math.max(...known)];
   const ends = `from ${number(known[0])} to ${number(known.at(-1))}`;

@@ -18,11 +18,14 @@ const SECTIONS = {
   method: METHODS.split(" "),
   mismatch: ["gap", "ratio", "staleness"],
 };
-const MOST_OPEN = 6; // charts of a section; the others are folded
+const MOST_OPEN = 6; // charts of a section
 const USUAL = { x: "step", smoothing: "0", find: "", seeds: "mean", over: "", hidden: "", open: "" };
 const listed = (text) => text.split(",").filter(Boolean);
-const toggled = (text, one) =>
-  String(listed(text).includes(one) ? listed(text).filter((other) => other !== one) : [...listed(text), one]);
+function toggled(text, one) {
+  const all = new Set(listed(text));
+  if (!all.delete(one)) all.add(one);
+  return [...all].join();
+}
 
 export async function showCurves(run) {
   const runs = await ask("runs");
@@ -154,9 +157,8 @@ function sections(run, entries, state, keepState, seen) {
   const { values, cold_start, evaluations, metrics } = run.curves;
   const all = { ...values, ...cold_start.values };
   const names = [...(evaluations.some((one) => one.score) ? [HELD_OUT] : []), ...Object.keys(all)];
-  const found = names.filter((name) =>
-    `${name} ${metrics[name]?.meaning}`.toLowerCase().includes(state.find),
-  );
+  const wordsOf = (name) => `${name} ${metrics[name]?.meaning}`.toLowerCase();
+  const found = names.filter((name) => wordsOf(name).includes(state.find));
   const sectionOf = (name) => {
     const prefix = name.split("/")[0];
     return Object.keys(SECTIONS).find((one) => SECTIONS[one].includes(prefix)) ?? prefix;
@@ -172,9 +174,8 @@ function sections(run, entries, state, keepState, seen) {
     const own = found.filter((name) => sectionOf(name) === title);
     const sorted = [...own.filter((name) => !isConstant(name)), ...own.filter(isConstant)];
     const num = own.filter(isConstant).length;
-    const isListed = title in SECTIONS;
-    const most = state.find ? own.length : isListed ? Math.min(MOST_OPEN, own.length - num) : 0;
-    const text = `${most ? "" : `${title}: `}${own.length - most}${most ? " more" : ""}`;
+    const most = state.find ? own.length : title in SECTIONS ? Math.min(MOST_OPEN, own.length - num) : 0;
+    const text = `${title}: ${own.length - most}${most ? " more" : ""}`;
     const more = fold(num ? `${text}, ${num} constant` : text, grid(sorted.slice(most)));
     more.open = listed(state.open).includes(title);
     more.addEventListener("toggle", () => {

@@ -77,7 +77,7 @@ function rolloutsOf(rows, given) {
     (row) =>
       ["task_key", "kind", "mode", "outcome"].every((name) => !given[name] || row[name] === given[name]) &&
       (training !== "1" || row.where.startsWith("step-")) &&
-      (failed !== "1" || row.num_failed_calls > 0),
+      (!failed || (failed === "any" ? row.num_failed_calls > 0 : row.num_failed_calls === 0)),
   );
   const isWithin = ({ episode_return: value }) =>
     (!low && !high) || (value !== null && (!low || value >= low) && (!high || value <= high));

@@ -33,16 +33,10 @@ export function fill(element, ...children) {
   return put(element, ...children);
 }
 
-export function svg(tag, props = {}, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(props)) element.setAttribute(name, value);
-  return put(element, ...children);
-}
-
 const BIDI = /[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g;
 
-// What would turn the reading direction or command a terminal is shown as a sign, not done.
+// Signs instead of what would turn the reading direction or command a terminal.
 export function visible(text) {
   return String(text)
     .replace(CONTROL, (one) => (one < " " ? String.fromCharCode(0x2400 + one.charCodeAt(0)) : "\u2421"))
@@ -93,14 +87,14 @@ export const go = (address) => () => {
 };
 export const a = (href, ...text) => h("a", { href }, text);
 export const quiet = (...text) => h("p.quiet", text);
-export const fault = (...text) => h("p", { class: "fault", role: "alert" }, text);
+export const fault = (...text) => h("p.fault", { role: "alert" }, text);
 export const button = (text, onclick, more = {}) => h("button", { type: "button", onclick, ...more }, text);
 export const plain = (text, onclick) => button(text, onclick, { class: "plain" });
 export const list = (name, items, tag = "ul") =>
   h(tag, { class: name }, items.map((one) => h("li", one)));
 export const fold = (summary, ...inside) => h("details", h("summary", summary), inside);
 
-// Pairs of a name and a value; a value that is null or undefined is left out.
+// Unknown values are left out.
 export function facts(pairs) {
   const known = pairs.filter(([, value]) => isKnown(value));
   return h("dl.facts", known.map(([name, value]) => h("div", h("dt", name), h("dd", value))));
@@ -142,7 +136,7 @@ export function table(label, heads, rows, name = "") {
 }
 
 export const region = (label, ...inside) =>
-  h("div", { class: "scroll", tabIndex: 0, role: "region", "aria-label": label }, inside);
+  h("div.scroll", { tabIndex: 0, role: "region", "aria-label": label }, inside);
 
 // The address has the view and its state, so that Back and reload show both again.
 

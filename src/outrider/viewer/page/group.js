@@ -19,15 +19,14 @@ export async function showGroup(run, [where, index]) {
   const point = () => {
     const isReady = chosen.length === 2;
     beside.setAttribute("aria-disabled", String(!isReady));
-    beside.textContent = isReady
-      ? `Read ${chosen.join(" and ")} side by side`
-      : "Choose two rollouts to read side by side";
+    beside.textContent = `Read ${isReady ? chosen.join(" and ") : "two chosen rollouts"} side by side`;
     if (isReady) beside.href = at(run, "beside", where, index, ...chosen);
     else beside.removeAttribute("href");
   };
   point();
   const task = group.rollouts[0]?.task_key ?? "";
   const roots = below(group, -1);
+  const origins = Object.entries(ORIGINS).map(([name, text]) => h(`span.origin.${name}`, text));
   const element = h("section",
     h("h1", "Group of ", a(at(run, "task", task), task)),
     quiet(
@@ -38,10 +37,7 @@ export async function showGroup(run, [where, index]) {
     beside,
     explained(group.advantages),
     h("h2", "Tree"),
-    list(
-      "legend",
-      Object.entries(ORIGINS).map(([name, text]) => h("span", { class: `origin ${name}` }, text)),
-    ),
+    list("legend", origins),
     region("Tree", h("ul.tree", roots.map((root) => branch(run, group, root)))),
   );
   const keys = { j: neighbour(1), k: neighbour(-1), ...stepKeys(run, where) };
@@ -53,15 +49,14 @@ const colour = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "");
 function overview(run, group, choose) {
   const reasons = group.advantages?.rollouts ?? {};
   const hasAnswers = group.rollouts.some((row) => row.answer);
-  const heads = ["", "#Rollout", "Kind", "#Return", "#Advantage", "Outcome"];
+  const heads = ["Rollout", "Kind", "#Return", "#Advantage", "Outcome"];
   if (hasAnswers) heads.push("Answer");
   if (group.advantages) heads.push("Why", "Clipped tokens");
   const rows = group.rollouts.map((row) => {
     const why = reasons[row.rollout];
     const label = { "aria-label": `choose rollout ${row.rollout}` };
     const cells = [
-      h("td", check("", false, (isOn) => choose(row.rollout, isOn), label)),
-      h("th", { scope: "row", class: "n" }, rolloutLink(run, row)),
+      check(rolloutLink(run, row), false, (isOn) => choose(row.rollout, isOn), label),
       kindOf(row.kind),
       number(row.episode_return),
       h("strong", { class: colour(row.advantage) }, signed(row.advantage)),
@@ -120,7 +115,7 @@ function chip(node) {
 }
 
 const leaf = (run, row) =>
-  h("div", { class: "leaf", "data-leaf": row.rollout },
+  h("div.leaf", { "data-leaf": row.rollout },
     a(rolloutAddress(run, row), `rollout ${row.rollout}`),
     outcomeOf(row),
     h("span", `return ${number(row.episode_return)}`),

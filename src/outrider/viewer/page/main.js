@@ -34,8 +34,8 @@ async function show() {
   shown.leave?.();
   clearTimeout(scrolled);
   isDrawn = false;
-  const { parts, query } = address();
   try {
+    const { parts, query } = address();
     const next = await opened(parts, query);
     if (mine !== turn) return; // a newer address has come
     shown = next;
@@ -47,7 +47,7 @@ async function show() {
   } catch (error) {
     if (mine !== turn) return;
     shown = {};
-    document.title = "Not shown · Outrider";
+    document.title = "Outrider";
     fill(main, h("h1", "Not shown"), fault(`This cannot be shown: ${error.message}`));
   }
 }

@@ -5,6 +5,7 @@ import {
   a, at, button, fault, fill, go, h, keep, line, list, number, placeName, plain, quiet, search, select,
   stepPlace,
 } from "./dom.js";
+import { stepKeys } from "./step.js";
 import { rolloutAddress } from "./table.js";
 
 export async function showMemory(run, [text], query) {
@@ -52,17 +53,13 @@ export async function showMemory(run, [text], query) {
   const words = query.get("words") ?? "";
   const field = search("Search in memories", words, look, { placeholder: "words ( / )" });
   await Promise.all([draw(words), steps.includes(step) && showWhen("", null)]);
-  const move = (by) => () => {
-    const there = steps[steps.indexOf(step) + by];
-    if (there) go(at(run, "memory", there))();
-    return Boolean(there);
-  };
+  const addressOf = (there) => at(run, "memory", there);
   const title = `Memory after step ${step}`;
   const options = steps.map((one) => [one, one]);
   const element = h("section",
     h("h1", title),
     h("div.controls",
-      select("step", options, step, (value) => go(at(run, "memory", value))()),
+      select("step", options, step, (value) => go(addressOf(value))()),
       field,
       !still && ["tips", "steps"].map((memory) => button(`Nearest ${memory}`, nearest(memory))),
     ),
@@ -70,7 +67,7 @@ export async function showMemory(run, [text], query) {
     held,
     when,
   );
-  return { element, title, keys: { ArrowLeft: move(-1), ArrowRight: move(1) } };
+  return { element, title, keys: stepKeys(run, step, steps, addressOf) };
 }
 
 const part = (title, { total, items }, entry) =>
@@ -86,9 +83,9 @@ const entry = (memory, showWhen) => (one) => [
   said(one.text, 400),
   one.observation && h("p.quiet.said", line(one.observation, 200)),
   quiet(
-    memory === "tips"
-      ? `tip ${one.item_id} of ${one.key} · score ${number(one.score)} · by ${one.writer} at step ${one.written_at + 1} `
-      : `step ${one.index} of ${one.writer} · by ${one.agent} · reward ${number(one.score)} `,
+    memory === "tips" ? `tip ${one.item_id} of ${one.key}` : `step ${one.index} of ${one.writer}`,
+    ` · score ${number(one.score)} · by `,
+    memory === "tips" ? `${one.writer} at step ${one.written_at + 1} ` : `${one.agent} `,
     plain("shown when?", () => showWhen(memory, one)),
   ),
 ];
@@ -98,7 +95,7 @@ const showing = (run, one) => [
     `${rolloutAddress(run, one)}?node=${one.node_id}`,
     `${placeName(one.where ?? stepPlace(one.step))}, ${one.task_key}, rollout ${one.rollout}`,
   ),
-  h("span", { class: `origin ${one.origin}` }, one.origin === "buffer" ? "retrieved step" : "tips"),
+  h(`span.origin.${one.origin}`, one.origin === "buffer" ? "retrieved step" : "tips"),
   one.similarity !== null && h("span.quiet", `similarity ${one.similarity.toFixed(3)}`),
   one.source && h("span.quiet", one.source),
   said(one.text, 160),

@@ -104,23 +104,18 @@ function tools(run, row, path, values, where, draw) {
       tell("copied as JSON");
       copied.textContent = "Copied";
     } catch {
-      shown.hidden = false; // no clipboard outside of https and loopback: then by hand
-      shown.value = text;
-      shown.select();
+      prompt("No clipboard outside of https and loopback: copy by hand", text);
     }
   };
   const copied = button("Copy as JSON", copy);
-  const shown = h("textarea", { hidden: true, readOnly: true, rows: 6, "aria-label": "The rollout as JSON" });
   const shade = (value) => {
     keep({ shade: value });
     draw();
   };
-  const shades = Object.entries(SHADES).map(([value, { text }]) => [value, text]);
+  const shades = Object.entries(SHADES).map(([value, [text]]) => [value, text]);
   return h("div.controls",
     select("shade by", shades, shading(), shade, { name: "shade" }),
     copied,
     fold("Play again", h("code.command", command)),
-    h("span.quiet", "Point at a token, or touch it, for its numbers."),
-    shown,
   );
 }

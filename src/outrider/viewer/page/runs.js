@@ -3,8 +3,6 @@
 import { ask, still } from "./data.js";
 import { a, at, fill, h, line, list, number, percent, quiet, stepPlace, table } from "./dom.js";
 
-// All runs: what each is, where it stands, and two or more of them in `outrider compare`.
-
 const HEADS = ["", "Run", "Status", "Method", "Task", "Score", "#Steps", "#Tokens", "Last alarm"];
 
 export async function showRuns() {

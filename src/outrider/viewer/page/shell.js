@@ -7,7 +7,9 @@ const nav = h("nav", { "aria-label": "Page" });
 const told = h("span");
 const speed = h("span");
 const newest = h("a");
-const bar = h("div", { class: "live", "data-live": "", hidden: true },
+const bar = h(
+  "div",
+  { class: "live", "data-live": "", hidden: true },
   h("span", { class: "dot", "aria-hidden": "true" }),
   told,
   speed,
@@ -37,7 +39,7 @@ export function top(run, kind = "", where = "", state = null) {
   fill(
     nav,
     brand,
-    h("span.name", run.name),
+    h("span", { class: "name" }, run.name),
     h("a", { href: base, ...at("curves") }, "Curves"),
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
@@ -79,13 +81,19 @@ function confirmStop(run) {
     }
     close();
   };
-  const dialog = h("dialog", { "aria-labelledby": "stop-title" },
+  const dialog = h(
+    "dialog",
+    { "aria-labelledby": "stop-title" },
     h("h2", { id: "stop-title" }, "Stop this run?"),
-    h("p",
+    h(
+      "p",
+      {},
       "It gives up the rollouts under way, writes a checkpoint and ends. ",
       "outrider train --resume goes on from there.",
     ),
-    h("div.row",
+    h(
+      "div",
+      { class: "row" },
       h("button", { onclick: close }, "Let it run"),
       h("button", { class: "stop", onclick: stop }, "Stop it"),
     ),

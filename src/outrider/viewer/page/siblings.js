@@ -20,7 +20,7 @@ export async function showBeside(run, [where, index, ...numbers]) {
   const shared = paths[0].slice(0, parted.turns);
   const columns = numbers.map((rollout, i) => {
     const row = rolloutOf(group, rollout);
-    return h("div", { class: "column", "data-column": rollout },
+    return h("div.column", { "data-column": rollout },
       h("h2", a(rolloutAddress(run, row), `Rollout ${rollout}`)),
       rolloutFacts(row),
       paths[i].slice(parted.turns).map((node, index) => {
@@ -126,7 +126,7 @@ function part(run, group, path, own, { node, number }) {
   const words = near.length
     ? "Siblings that stood at the same node and went on without it:"
     : "No sibling stood at this node; those of the group without any:";
-  return h("section", { class: "card", "data-point": kind },
+  return h("section.card", { "data-point": kind },
     h("h2", `Turn ${number + 1}: ${kind}`),
     h("p", { class: `chip ${node.origin}` }, line(node.text, 160)),
     quiet(splice(node)),

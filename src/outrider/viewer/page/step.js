@@ -7,7 +7,7 @@ import {
 } from "./dom.js";
 import { rolloutAddress, rolloutTable } from "./table.js";
 
-// The rollouts of a step, an evaluation or a whole run: histogram, filters, table and search.
+const FAILED = ["", "any", "none"].map((one) => [one, one || "all"]);
 
 export async function showStep(run, [where], query, view) {
   const isAll = view === "all";
@@ -38,7 +38,7 @@ export async function showStep(run, [where], query, view) {
           choice(name, found.counts[name], state[name], (value) => change({ [name]: value })),
         ),
         hasCalls &&
-          check("failed calls", state.failed === "1", (isOn) => change({ failed: isOn ? "1" : "" })),
+          select("failed calls", FAILED, state.failed, (failed) => change({ failed }), { name: "failed" }),
       );
       fill(pages, paging(found, (offset) => change({ offset })));
       fill(damaged, (found.notes ?? []).map((one) => fault(`Left out: ${one}`)));
@@ -83,10 +83,10 @@ function heading(run, place) {
 }
 
 // The arrows, from any page of a step to the step before and the next.
-export function stepKeys(run, place) {
+export function stepKeys(run, place, places = run.places, addressOf = (there) => at(run, "step", there)) {
   const move = (by) => () => {
-    const there = run.places[run.places.indexOf(place) + by];
-    if (there) go(at(run, "step", there))();
+    const there = places[places.indexOf(place) + by];
+    if (there) go(addressOf(there))();
     return Boolean(there);
   };
   return { ArrowLeft: move(-1), ArrowRight: move(1) };
@@ -102,7 +102,7 @@ function choice(name, counts, value, choose) {
 function paging({ total, offset, rows }, move) {
   const end = offset + rows.length;
   return [
-    h("span", { class: "quiet", "data-total": total },
+    h("span.quiet", { "data-total": total },
       total ? `${number(offset + 1)} to ${number(end)} of ${number(total)}` : "No rollout is like that.",
     ),
     offset > 0 && button("Before", () => move(offset > 100 ? `${offset - 100}` : "")),
@@ -112,7 +112,7 @@ function paging({ total, offset, rows }, move) {
 
 // Returns as bars; each is a button that narrows the table to its range.
 function histogram(choose) {
-  const element = h("div", { class: "histogram", role: "group", "aria-label": "Returns: choose a range" });
+  const element = h("div.histogram", { role: "group", "aria-label": "Returns: choose a range" });
   const draw = ({ edges, numbers, missing }, low, high) => {
     const most = Math.max(1, ...numbers);
     const isIn = (index) =>
@@ -165,7 +165,7 @@ function searchBox(run, place, query) {
     isEverywhere = isOn;
     look();
   };
-  return h("div", { class: "search", role: "search" },
+  return h("div.search", { role: "search" },
     field,
     place && check("in all steps", isEverywhere, everywhere),
     results,
@@ -182,7 +182,7 @@ function hits(run, { hits, more }, words) {
       `${rolloutAddress(run, hit)}?node=${hit.node_id}`,
       `${placeName(hit.where)}, ${hit.task_key}, rollout ${hit.rollout}`,
     ),
-    h("span", { class: `origin ${hit.origin}` }, hit.origin),
+    h(`span.origin.${hit.origin}`, hit.origin),
     h("p.said", marked(line(hit.text, 220), words)),
   ];
   return [quiet(text), list("", hits.map(entry), "ol")];
@@ -218,9 +218,7 @@ export async function showTask(run, [task]) {
   };
   const element = h("section",
     h("h1", `Task ${task}`),
-    quiet(
-      `${plural(found.total, "rollout")} in ${plural(places.length, "step or evaluation", "steps and evaluations")}`,
-    ),
+    quiet(plural(found.total, "rollout"), " in ", plural(places.length, "place")),
     table("Task over time", ["When", "#Mean return", "Rollouts"], places.map(entry), "over-time"),
   );
   return { element, title: `Task ${task}` };

@@ -59,7 +59,7 @@ export function rolloutTable(run, sorted) {
 
 const isNumber = (name) => COLUMNS[name][0] === "#";
 
-export const kindOf = (kind) => h("span", { class: `origin ${kind}` }, kind);
+export const kindOf = (kind) => h(`span.origin.${kind}`, kind);
 export const outcomeOf = (row) =>
   h("span", { class: row.episode_return === null ? "badge stopped" : "" }, spaced(row.outcome));
 export const rolloutLink = (run, row) =>

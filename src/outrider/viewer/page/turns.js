@@ -5,23 +5,20 @@ import { ORIGINS, splice } from "./paths.js";
 
 const FOLDED = 4000; // letters that are shown of a long turn until somebody asks
 
-export function turn(
-  node,
-  { values = null, rollout = null, by = "entropy", whole = null, isOpen = null } = {},
-) {
+export function turn(node, { values, rollout, by = "entropy", whole, isOpen } = {}) {
   const isTool = node.origin === "environment" || node.role === "tool";
   const calls = node.metadata.tool_calls ?? [];
   const names = calls.length ? [] : (node.metadata.tools ?? []);
   const note = (text) => h("span.quiet", text);
   const head = [
-    h("span", { class: `origin ${node.origin}` }, ORIGINS[node.origin]),
-    h("span.role", node.role === "inline" ? "inside the assistant's message" : node.role),
+    h(`span.origin.${node.origin}`, ORIGINS[node.origin]),
+    h("span.quiet", node.role === "inline" ? "inside the assistant's message" : node.role),
     note(splice(node)),
     node.origin === "policy" &&
       note(`${plural(node.num_tokens, "token")} · entropy ${number(node.mean_entropy)}`),
     names.length > 0 && h("span.badge", `calls ${names.join(", ")}`),
     // a turn that rollouts share is trained for each of them, and its numbers are on file for one
-    rollout !== null &&
+    isKnown(rollout) &&
       rollout !== node.rollout &&
       values?.advantages.length > 0 &&
       note(`shared: advantage and ratio are rollout ${node.rollout}'s`),
@@ -60,22 +57,13 @@ function plainText(node, whole) {
 
 // The policy's tokens, shaded by one of their numbers; the numbers of a token on hover or touch.
 
+// Text, value of a token, edges of the levels, and whether the sign is shown.
 export const SHADES = {
-  entropy: { text: "entropy", of: (v, i) => v.entropies[i], edges: [0.05, 0.2, 0.5, 1, 1.7, 2.5, 3.5] },
-  logprob: { text: "log-prob", of: (v, i) => -v.logprobs[i], edges: [0.05, 0.2, 0.5, 1, 2, 4, 7] },
-  advantage: {
-    text: "advantage",
-    of: (v, i) => v.advantages[i],
-    isSigned: true,
-    edges: [0.01, 0.3, 0.8, 1.5],
-  },
-  ratio: {
-    text: "importance ratio",
-    of: (v, i) => logOf(v.ratios[i]),
-    isSigned: true,
-    edges: [0.001, 0.02, 0.1, 0.2],
-  },
-  gap: { text: "trainer–sampler gap", of: gapOf, isSigned: true, edges: [1e-5, 1e-3, 0.01, 0.1] },
+  entropy: ["entropy", (v, i) => v.entropies[i], [0.05, 0.2, 0.5, 1, 1.7, 2.5, 3.5]],
+  logprob: ["log-prob", (v, i) => -v.logprobs[i], [0.05, 0.2, 0.5, 1, 2, 4, 7]],
+  advantage: ["advantage", (v, i) => v.advantages[i], [0.01, 0.3, 0.8, 1.5], true],
+  ratio: ["importance ratio", (v, i) => logOf(v.ratios[i]), [0.001, 0.02, 0.1, 0.2], true],
+  gap: ["trainer–sampler gap", gapOf, [1e-5, 1e-3, 0.01, 0.1], true],
 };
 
 const logOf = (ratio) => (isKnown(ratio) ? Math.log(ratio) : undefined);
@@ -86,20 +74,19 @@ function gapOf(values, index) {
 }
 
 function shade(name, values, index) {
-  const { of, edges, isSigned } = SHADES[name];
-  const value = of(values, index);
+  const [, valueOf, edges, isSigned] = SHADES[name];
+  const value = valueOf(values, index);
   if (!isKnown(value)) return "none";
   const level = edges.filter((edge) => Math.abs(value) >= edge).length;
-  if (isSigned) return level === 0 ? "s0" : `${value > 0 ? "p" : "m"}${level}`;
-  return `s${level}`;
+  return `${isSigned && level ? (value > 0 ? "p" : "m") : "s"}${level}`;
 }
 
 function tokenText(node, values, by) {
   const spans = values.tokens.map((token, index) =>
     h("span", { class: `t ${shade(by, values, index)}`, "data-i": index }, visible(token) || "∅"),
   );
-  const reading = h("p", { class: "reading", hidden: true });
-  const element = h("div.readable", h("pre", { class: "tokens", "data-node": node.node_id }, spans), reading);
+  const reading = h("p.reading", { hidden: true });
+  const element = h("div.readable", h("pre.tokens", { "data-node": node.node_id }, spans), reading);
   // The numbers appear below the pointer, inside of the text's width.
   const show = (event) => {
     const index = event.target.dataset?.i;
@@ -120,15 +107,17 @@ function tokenText(node, values, by) {
 }
 
 function numbers(values, index) {
-  const at = (name) => values[name][index];
-  const gap = gapOf(values, index);
-  const parts = [
-    `${index + 1} of ${values.tokens.length} “${visible(values.tokens[index])}”`,
-    `entropy ${number(at("entropies"), 4)} nats`,
-    `log-prob ${number(at("logprobs"), 4)}`,
-    at("advantages") !== undefined && `advantage ${number(at("advantages"), 4)}`,
-    at("ratios") !== undefined && `ratio ${number(at("ratios"), 5)}`,
-    gap !== undefined && `gap ${number(gap)}`,
+  const shown = [
+    [
+      `${index + 1} of ${values.tokens.length} “${visible(values.tokens[index])}” · entropy`,
+      values.entropies,
+      4,
+    ],
+    ["nats · log-prob", values.logprobs, 4],
+    ["· advantage", values.advantages, 4],
+    ["· ratio", values.ratios, 5],
+    ["· gap", [...Array(index), gapOf(values, index)], 3],
   ];
-  return parts.filter(Boolean).join(" · ");
+  const known = shown.filter(([, of]) => of[index] !== undefined);
+  return known.map(([name, of, digits]) => `${name} ${number(of[index], digits)}`).join(" ");
 }
