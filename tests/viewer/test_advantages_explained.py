@@ -52,7 +52,7 @@ def test_equations_of_a_recorded_run_give_its_advantages(recipe: Path, name: str
         explained = group["advantages"]
         assert not [note for note in explained["notes"] if "do not follow" in note]
         for row in group["rollouts"]:
-            if not (equation := explained["rollouts"][row["rollout"]]["equation"]):
+            if not (equation := explained["rollouts"][str(row["rollout"])]["equation"]):
                 continue
             assert explained["formula"] == FORMULAS[name]
             left, right = equation.split(" = ")

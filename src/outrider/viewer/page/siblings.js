@@ -33,7 +33,7 @@ export async function showBeside(run, [where, index, ...numbers]) {
   const text =
     parted.turns >= Math.max(...paths.map((path) => path.length))
       ? "They are the same to the end."
-      : `${first} the same; turn ${parted.turns + 1} differs from ${parted.unit} ${number(parted.at + 1)} on.`;
+      : `${first} the same; turn ${parted.turns + 1} differs at ${parted.unit} ${number(parted.at + 1)}.`;
   const groupAddress = at(run, "group", where, index);
   const title = `Rollouts ${numbers.join(" and ")}`;
   const element = h("section",
@@ -104,7 +104,7 @@ export async function showCounter(run, [where, index, rollout]) {
 
 const isSplice = (node) => node.origin === "buffer" || node.origin === "memory";
 
-// Its own nodes begin here, behind nodes of the rollout that it left.
+// Its own nodes begin here.
 const isFork = (path, number, own) =>
   number > 0 &&
   own.forked_from !== own.rollout &&
@@ -158,7 +158,7 @@ function differences(run, own, entropy, siblings, start) {
   );
 }
 
-// Nats a token over the policy's turns from a place on.
+// Nats a token of the policy.
 function entropyFrom(path, start) {
   const turns = path.slice(start).filter((node) => node.origin === "policy" && node.mean_entropy !== null);
   const tokens = turns.reduce((sum, node) => sum + node.num_tokens, 0);
