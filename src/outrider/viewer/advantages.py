@@ -27,39 +27,38 @@ _UNEXPLAINED: Final = {
 }
 
 
-def explain_advantages(
-    algorithm: Row, rollouts: Sequence[Row], nodes: Sequence[Row]
-) -> dict[str, Any] | None:
-    """Explain the advantages of a group from the table ``[algorithm]`` of its run, its recorded rollouts and
-    its recorded nodes; None if it has no advantages.
+def explain_advantages(settings: Row, rollouts: Sequence[Row], nodes: Sequence[Row]) -> dict[str, Any] | None:
+    """Explain the advantages of a group from the ``[algorithm]`` settings of its run and its recorded
+    rollouts and nodes; None if it has no advantages.
 
     Returns ``mean`` and ``std`` of the returns, ``notes``, ``formula`` and, by rollout, ``equation`` (both
     empty unless the equations give all recorded advantages), ``parts``, and ``clipped``: the numbers of
     clipped and of trained tokens, or None.
     """
-    rows = [row for row in rollouts if None not in (row["advantage"], row["episode_return"])]
+    has_both = [row for row in rollouts if None not in (row["advantage"], row["episode_return"])]
+    rows = [row for row in has_both if math.isfinite(row["advantage"] + row["episode_return"])]
     if not rows:
         return None
     by_id = {node["node_id"]: node for node in nodes}
     paths = [path_to(by_id, row["node_id"]) for row in rows]
-    kind = str(algorithm.get("advantage", "group_normalized"))
+    kind = str(settings.get("advantage", "group_normalized"))
     totals = [row["episode_return"] + row["intrinsic"] for row in rows]
     mean, num = fmean(totals), len(totals)
-    std = float(np.std(totals, ddof=min(num - 1, algorithm.get("advantage_std") != "population")))
+    std = float(np.std(totals, ddof=min(num - 1, settings.get("advantage_std") != "population")))
     scale = {"group_normalized": std + 1e-6, "mean_normalized": mean}.get(kind, 1.0)
     baselines = [mean] * num
     if kind == "leave_one_out" and num > 1:
         baselines = [(num * mean - total) / (num - 1) for total in totals]
-    factors, rewards, weight = _retrieval_factors(algorithm, paths)
+    factors, rewards, weight = _retrieval_factors(settings, paths)
     terms = list(zip(totals, baselines, factors, strict=True))
     is_tied = not has_spread(np.array(totals))
     values = [0.0 if is_tied else (score - baseline) / scale * factor for score, baseline, factor in terms]
-    recorded = [row["advantage"] for row in rows]
-    is_explained = (kind in _FORMULAS or is_tied) and np.allclose(values, recorded, rtol=1e-6, atol=1e-9)
-    notes = _notes(algorithm, rows, weight)
+    follows = np.allclose(values, [row["advantage"] for row in rows], rtol=1e-6, atol=1e-9)
+    is_explained = follows and (kind in _FORMULAS or is_tied)
+    notes = _notes(settings, rows, weight)
     if not is_explained:
-        why = _UNEXPLAINED.get(str(algorithm.get("type")), f"{kind} uses more than the returns of the group")
-        if algorithm.get("invalid_penalty") or algorithm.get("statistics") == "samples":
+        why = _UNEXPLAINED.get(str(settings.get("type")), f"{kind} uses more than the returns of the group")
+        if settings.get("invalid_penalty") or settings.get("statistics") == "samples":
             why = "turns have scores of their own (invalid_penalty, statistics)"
         notes.insert(0, f"The advantages do not follow from these returns alone: {why}.")
     elif is_tied:
@@ -72,7 +71,7 @@ def explain_advantages(
         explained[row["rollout"]] = {
             "equation": _equation(*own, scale, value) if has_equations else "",
             "parts": " · ".join(parts).replace("-", "−"),
-            "clipped": _clipped(algorithm.get("loss"), [n for n in path if n["rollout"] == row["rollout"]]),
+            "clipped": _clipped(settings.get("loss"), [n for n in path if n["rollout"] == row["rollout"]]),
         }
     formula = f"A = {_FORMULAS[kind]}{' × factor' if weight else ''}" if has_equations else ""
     return {"formula": formula, "mean": mean, "std": std, "notes": notes, "rollouts": explained}
@@ -87,41 +86,38 @@ def path_to(nodes: Mapping[int, Row], node_id: int) -> list[Row]:
     return path
 
 
-def _notes(algorithm: Row, rows: Sequence[Row], weight: float) -> list[str]:
-    branch = algorithm.get("branch")
-    branching = {**algorithm, **(branch if isinstance(branch, Mapping) else {})}
+def _notes(settings: Row, rows: Sequence[Row], weight: float) -> list[str]:
+    branch = settings.get("branch")
+    branching = {**settings, **(branch if isinstance(branch, Mapping) else {})}
     is_shared = "attribution" in branching and any(row["forked_from"] != row["rollout"] for row in rows)
-    how = "once, with the mean of their advantages"
-    if branching.get("attribution") != "hard":
-        how = "once for each of them, with its advantage"
+    is_hard = branching.get("attribution") == "hard"
+    how = "once, with the mean of their advantages" if is_hard else "once for each, with its advantage"
     notes = [
         (weight, f"factor = 1 + {weight:g} × the z-score of the retrieval reward in the group (RAPO)."),
         (is_shared, f"A turn that rollouts share is trained {how}."),
         (branching.get("entropy_advantage"), "Not explained: each token's factor by its entropy (AEPO)."),
-        (algorithm.get("type") == "gigpo", "Not explained: the advantage of its step, added for each turn."),
+        (settings.get("type") == "gigpo", "Not explained: the advantage of its step, added for each turn."),
     ]
     return [text for applies, text in notes if applies]
 
 
 def _retrieval_factors(
-    algorithm: Row, paths: Sequence[Sequence[Row]]
+    settings: Row, paths: Sequence[Sequence[Row]]
 ) -> tuple[list[float], list[float], float]:
     """RAPO's factors, the retrieval rewards, and the weight, which is 0 if the run has none."""
-    section = algorithm if "num_hybrid" in algorithm else algorithm.get("retrieval")
+    section = settings if "num_hybrid" in settings else settings.get("retrieval")
     if not isinstance(section, Mapping) or not section.get("num_hybrid"):
         return [1.0] * len(paths), [0.0] * len(paths), 0.0
     names = RetrievalAdvantageSettings.model_fields.keys() & section.keys()
-    settings = RetrievalAdvantageSettings(**{name: section[name] for name in names})
-    rewards = []
-    for path in paths:
-        own = [
-            SimpleNamespace(origin=origin, trainable=origin is Origin.POLICY, entropies=node["entropies"])
-            for node in path
-            for origin in [Origin(node["origin"])]
-        ]
-        rewards.append(retrieval_reward(cast(Any, own), settings).value)
+    chosen = RetrievalAdvantageSettings(**{name: section[name] for name in names})
+    rewards = [retrieval_reward(cast(Any, [_step(node) for node in path]), chosen).value for path in paths]
     z = group_normalized_advantages_per_rollout(returns=rewards).values.tolist()
-    return [1.0 + settings.advantage_weight * value for value in z], rewards, settings.advantage_weight
+    return [1.0 + chosen.advantage_weight * value for value in z], rewards, chosen.advantage_weight
+
+
+def _step(node: Row) -> SimpleNamespace:
+    origin = Origin(node["origin"])
+    return SimpleNamespace(origin=origin, trainable=origin is Origin.POLICY, entropies=node["entropies"])
 
 
 def _equation(score: float, baseline: float, factor: float, scale: float, value: float) -> str:

@@ -14,10 +14,11 @@ import outrider
 from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.viewer import search as text_search
-from outrider.viewer.answers import Catalogue
+from outrider.viewer.answers import Catalogue, metric_curves
 from outrider.viewer.search import TextSearch, _read
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
+from tests.viewer.synthetic_run import write_config, write_metrics
 
 
 def rows_on_disk(recorded: Path) -> list[dict[str, Any]]:
@@ -241,3 +242,23 @@ def test_runs_of_version_1_are_shown(tmp_path: Path) -> None:
         assert old.data("tokens", where=row["where"], trace=row["trace_id"], rollout=str(row["rollout"]))[
             "nodes"
         ]
+
+
+def test_runs_have_names_that_tell_them_apart_and_numbers_of_their_configuration(tmp_path: Path) -> None:
+    for name, seed, size in (("a/run", 0, 4), ("b/run", 1, 4), ("実験", 2, 8)):
+        (tmp_path / name).mkdir(parents=True)
+        text = f'seed = {seed}\n[algorithm]\ntype = "grpo"\ngroup_size = {size}\n'
+        (tmp_path / name / "config.toml").write_text(text)
+    runs = Catalogue([tmp_path]).overview()
+    assert [run["name"] for run in runs] == ["a/run", "b/run", "実験"]
+    first, second, third = (run["configuration"] for run in runs)
+    assert first == second != third
+
+
+def test_the_cold_start_is_among_the_curves(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_metrics(tmp_path, 4)
+    curves = metric_curves(tmp_path)
+    assert curves["cold_start"]["step"] == list(range(1, 11))
+    assert curves["cold_start"]["values"] == {"sft/loss": [2.0 / step for step in range(1, 11)]}
+    assert curves["metrics"]["sft/loss"]["meaning"] == declared_metric("sft/loss").meaning

@@ -86,7 +86,7 @@ export async function showCurves(run) {
 
 function controls(others, state, change) {
   const smoothing = (event) => change({ smoothing: event.target.value });
-  const range = { type: "range", min: 0, max: 0.95, step: 0.05, value: state.smoothing, oninput: smoothing };
+  const range = { type: "range", min: 0, max: 0.95, step: 0.05, value: state.smoothing, onchange: smoothing };
   const find = search("find a metric", state.find, (value) => change({ find: value.toLowerCase() }));
   const choice = ({ id, name, seed }) =>
     check(seed ? `${name} · seed ${seed}` : name, listed(state.over).includes(id), () =>

@@ -146,10 +146,11 @@ export function address() {
   return { parts, query: new URLSearchParams(query ?? "") };
 }
 
-// Writes values into the present address; empty ones are left out of it.
-export function keep(values) {
+// Writes values into the present address, except empty and usual ones.
+export function keep(values, usual = {}) {
   const { query } = address();
-  for (const [name, value] of Object.entries(values)) value ? query.set(name, value) : query.delete(name);
+  for (const [name, value] of Object.entries(values))
+    value && value !== usual[name] ? query.set(name, value) : query.delete(name);
   const text = String(query) && `?${query}`;
   history.replaceState(null, "", (location.hash.split("?")[0] || "#/") + text);
 }
@@ -161,7 +162,7 @@ export function stateOf(usual) {
   for (const name in usual) state[name] = query.get(name) ?? usual[name];
   const change = (news) => {
     Object.assign(state, news);
-    for (const name in usual) keep({ [name]: state[name] === usual[name] ? "" : state[name] });
+    keep(state, usual);
   };
   return [state, change];
 }

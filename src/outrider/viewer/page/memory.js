@@ -25,8 +25,10 @@ export async function showMemory(run, [text], query) {
     fill(
       held,
       part("Tips", found.tips, entry("tips", showWhen)),
-      part(`Steps${revision === null ? "" : ` (revision ${revision})`}`, found.steps, (one) =>
-        kept(one, showWhen),
+      part(
+        `Steps${revision === null ? "" : ` (revision ${revision})`}`,
+        found.steps,
+        entry("steps", showWhen),
       ),
     );
   };
