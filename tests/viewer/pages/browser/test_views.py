@@ -262,4 +262,7 @@ def test_a_task_is_shown_over_steps_and_evaluations(served: Served, recorded: Pa
     steps = {f"step-{row['step']:06d}" for row in trained if row["task_key"] == task}
     assert set(places) == steps | {"evaluation-000", "evaluation-001"}
     assert places[0] == "evaluation-000"
+    [rollouts, num_places] = re.findall(r"\d+ \w+", page.locator("p.quiet").first.inner_text())
+    for text in (rollouts, num_places):
+        assert text.endswith("s") == (text.split()[0] != "1")
     assert page.locator(".mark-of").count() == sum(row["task_key"] == task for row in trained) + 2
