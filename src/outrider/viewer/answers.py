@@ -55,7 +55,7 @@ def metric_curves(run: Path) -> dict[str, Any]:
     values = _columns(records)
     columns = {name: column for name, column in values.items() if any(value is not None for value in column)}
     cold_start = [record for record in data.records if record["kind"] == "sft"]
-    cold_columns = _columns(cold_start)
+    cold_columns = {name: column for name, column in _columns(cold_start).items() if name.startswith("sft/")}
 
     def summed(*names: str) -> list[float]:
         summands = [values[name] for name in names if name in values]
