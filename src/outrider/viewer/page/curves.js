@@ -57,7 +57,7 @@ export async function showCurves(run) {
     const entries = grouped(all, state.seeds === "mean");
     const isShown = ({ id }) => !listed(state.hidden).includes(id);
     const flip = ({ id }) => change({ hidden: toggled(state.hidden, id) });
-    fill(legend, entries.length > 1 && entries.map((one) => switched(one, isShown(one), () => flip(one))));
+    fill(legend, all.length > 1 && entries.map((one) => switched(one, isShown(one), () => flip(one))));
     fill(charts, sections(run, entries.filter(isShown), state, keepState, seen));
     if (!charts.children.length) fill(charts, quiet("No training step is recorded yet."));
   };

@@ -70,6 +70,9 @@ def test_runs_that_differ_in_the_seed_are_one_mean_with_a_band(
     with serving([tmp_path]) as pair:
         page = open_page(f"{pair.address}#/run/{pair.ids[0]}/curves?over={pair.ids[1]}")
         page.wait_for_selector('[data-metric="reward/mean"] .plot[aria-label*="mean of 2 seeds"]')
+        for selector in (".plot:not([aria-label*=seeds])", ".plot[aria-label*=seeds]"):
+            page.get_by_role("button", name="mean of 2 seeds").click()
+            page.wait_for_selector(f'[data-metric="reward/mean"] {selector}')
         page.get_by_label("mean of seeds").uncheck()
         page.wait_for_selector('[data-metric="reward/mean"] .plot[aria-label*="seed-12: from"]')
         page.close()
