@@ -11,7 +11,9 @@ import platform
 import re
 import shlex
 import signal
+import tomllib
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -33,6 +35,8 @@ from outrider.memory.tips import MemoryChange
 from outrider.metrics import WRITTEN_TOKENS, UndeclaredMetric, declared_metric
 from outrider.printing import plural
 from outrider.types import Origin
+from outrider.viewer.advantages import explain_advantages, path_to
+from outrider.viewer.configuration import comparable, digest
 from outrider.viewer.evaluations import format_evaluation, score_share
 from outrider.viewer.overview import overview as draw_overview
 from outrider.viewer.ranges import bounds
@@ -54,9 +58,10 @@ def metric_curves(run: Path) -> dict[str, Any]:
     in ``metrics``."""
     data = read_run(run)
     records = [record for record in data.records if record["kind"] == "train"]
-    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
-    values = {name: [finite(record.get(name)) for record in records] for name in names}
+    values = _columns(records)
     columns = {name: column for name, column in values.items() if any(value is not None for value in column)}
+    cold_start = [record for record in data.records if record["kind"] == "sft"]
+    cold_columns = {name: column for name, column in _columns(cold_start).items() if name.startswith("sft/")}
 
     def summed(*names: str) -> list[float]:
         summands = [values[name] for name in names if name in values]
@@ -70,7 +75,8 @@ def metric_curves(run: Path) -> dict[str, Any]:
             "seconds": summed("time/step"),
         },
         "values": columns,
-        "metrics": {name: describe_metric(name, data.settings) for name in columns},
+        "cold_start": {"step": [record["step"] for record in cold_start], "values": cold_columns},
+        "metrics": {name: describe_metric(name, data.settings) for name in columns | cold_columns},
         "evaluations": [
             {
                 "number": number,
@@ -89,6 +95,11 @@ def metric_curves(run: Path) -> dict[str, Any]:
         ],
         "notes": list(data.notes),
     }
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
+    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "kind"))
+    return {name: [finite(record.get(name)) for record in records] for name in names}
 
 
 def describe_metric(name: str, settings: Mapping[str, str]) -> dict[str, str | float | None]:
@@ -121,13 +132,19 @@ VALUES: Final = ("entropies", "logprobs", "advantages", "ratios", "trainer_logpr
 
 def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     """Nodes (without tokens) and rollouts of a group. Raises DataError."""
-    nodes = [_node(row) for row in _rows(run, stem, trace_id)]
+    nodes = _rows(run, stem, trace_id)
     table = read_rollouts(run, f"{stem}.parquet")
     group = table.filter(pc.equal(table["trace_id"], trace_id))
     rollouts = rows_of_table(group.append_column("where", [[stem] * len(group)]))
     if not nodes and not rollouts:
         raise DataError(f"{stem} has no group {trace_id}")
-    return {"where": stem, "trace_id": trace_id, "nodes": nodes, "rollouts": rollouts}
+    try:
+        config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+        advantages = explain_advantages(config.get("algorithm", {}), group.to_pylist(), nodes)
+    except (OSError, ValueError, TypeError, AttributeError):  # of another version, or damaged
+        advantages = None
+    view = {"where": stem, "trace_id": trace_id, "nodes": [_node(row) for row in nodes]}
+    return view | {"rollouts": rollouts, "advantages": _clean(advantages)}
 
 
 def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
@@ -141,14 +158,11 @@ def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, 
     ]
     if not leaves:
         raise DataError(f"{stem} has no rollout {rollout} in group {trace_id}")
-    nodes: dict[str, Any] = {}
-    node_id = leaves[0]
-    while node_id in rows and str(node_id) not in nodes:
-        row = rows[node_id]
-        nodes[str(node_id)] = {"tokens": row["tokens"]} | {
-            name: [_short(value) for value in row[name]] for name in VALUES
-        }
-        node_id = row["parent_id"]
+    nodes = {
+        str(row["node_id"]): {"tokens": row["tokens"]}
+        | {name: [_short(value) for value in row[name]] for name in VALUES}
+        for row in path_to(rows, leaves[0])
+    }
     return {"where": stem, "trace_id": trace_id, "rollout": rollout, "nodes": nodes}
 
 
@@ -428,6 +442,7 @@ class Catalogue:
         """Raises DataError if there is no run below ``roots``."""
         self._roots = list(roots)
         self._known: dict[str, ViewedRun] = {}
+        self.names: dict[str, str] = {}  # by id: of each run, the shortest end of its path that no other has
         self._overviews: dict[str, tuple[Any, dict[str, Any]]] = {}
         for root in roots:
             if not root.is_dir():
@@ -445,6 +460,12 @@ class Catalogue:
             name = run_id(path)
             runs[name] = self._known.get(name) or ViewedRun(name, path, RolloutIndex(path))
         self._known = runs
+        parts = {name: run.path.resolve().parts for name, run in runs.items()}
+        ends = Counter(path[-n:] for path in parts.values() for n in range(1, len(path) + 1))
+        self.names = {
+            name: "/".join(next((path[-n:] for n in range(1, len(path)) if ends[path[-n:]] == 1), path))
+            for name, path in parts.items()
+        }
         return list(runs.values())
 
     def get(self, name: str) -> ViewedRun:
@@ -460,7 +481,7 @@ class Catalogue:
         now = fingerprint(run.path)
         if (known := self._overviews.get(run.id)) is None or known[0] != now:
             self._overviews[run.id] = known = now, overview(run)
-        return known[1]
+        return known[1] | {"name": self.names[run.id]}
 
 
 def run_id(path: Path) -> str:
@@ -470,7 +491,9 @@ def run_id(path: Path) -> str:
 
 
 def overview(run: ViewedRun) -> dict[str, Any]:
-    """Status, method, task, score with interval, tokens, and the last alarm of a run."""
+    """Status, method, task, score with interval, tokens, and the last alarm of a run; equal ``configuration``
+    numbers mark runs that differ only in the seed.
+    """
     data = read_run(run.path)
     status = run.status
     last = data.main_evaluations[-1] if data.evaluations else None
@@ -478,7 +501,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     alarms = read_alarms(run.path)
     return {
         "id": run.id,
-        "name": run.path.resolve().name,
+        "configuration": digest(comparable(data.config)),
         "status": status,
         "method": data.method,
         "task": data.config.get("environment.type", ""),
@@ -515,7 +538,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 Params = Mapping[str, str]
 REQUESTS: Final = frozenset(
     {"runs", "curves", "places", "rollouts", "search", "group", "tokens", "text", "memory", "neighbours"}
-    | {"shown", "alarms", "overview"}
+    | {"shown", "overview"}
 )
 
 
@@ -560,7 +583,8 @@ class Viewer:
             raise KeyError(params["where"])
         match request:
             case "curves":
-                return metric_curves(run.path) | {"path": shlex.quote(str(run.path))}  # for shown commands
+                path = shlex.quote(str(run.path))  # for shown commands
+                return metric_curves(run.path) | {"path": path, "name": self.catalogue.names[run.id]}
             case "places":
                 self.search(run)  # the page sends this first
                 return stems
@@ -587,8 +611,6 @@ class Viewer:
                 return insertions(run.path, memory=memory, key=key, item=int(params["item"]))
             case "shown":
                 return insertions(run.path, until=int(params["step"]))
-            case "alarms":
-                return read_alarms(run.path)
             case "overview":
                 return {"html": self._overview(run, is_shared=params.get("shared") == "1")}
         raise KeyError(request)

@@ -108,8 +108,7 @@ def _write_run(viewer: Viewer, run: ViewedRun, folder: Path) -> None:
         return viewer.answer(request, {"run": run.id, **params})
 
     _write(folder / "curves.json", answer("curves") | {"path": "RUN"})
-    for request in ("places", "alarms"):
-        _write(folder / f"{request}.json", _without_paths(answer(request), run.path))
+    _write(folder / "places.json", _without_paths(answer("places"), run.path))
     _write(folder / "overview.json", _without_paths(answer("overview", shared="1"), run.path))
     files = StepFiles(run.path / "traces")
     rows = rows_of_table(run.index.table())

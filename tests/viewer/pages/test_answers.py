@@ -15,9 +15,11 @@ from outrider.errors import DataError
 from outrider.metrics import declared_metric
 from outrider.viewer import search as text_search
 from outrider.viewer.answers import Catalogue, metric_curves
+from outrider.viewer.run_reader import read_alarms
 from outrider.viewer.search import RolloutIndex, TextSearch, _read, find
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.serving import Served, serving
+from tests.viewer.synthetic_run import write_config, write_metrics
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,7 +45,7 @@ def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -
     last = outrider.load_run(recorded).evaluations().to_pylist()[-1]
     assert (run["status"], run["method"], run["task"], run["steps"]) == ("finished", "combined", "tools", 3)
     assert run["score"] == [last["score.value"], last["score.ci_low"], last["score.ci_high"]]
-    assert run["alarm"] == served.data("alarms")[-1] and run["num_alarms"] >= 1
+    assert run["alarm"] == read_alarms(recorded)[-1] and run["num_alarms"] >= 1
 
 
 @pytest.mark.parametrize(
@@ -311,3 +313,23 @@ def test_runs_of_version_1_are_shown(tmp_path: Path) -> None:
         assert old.data("tokens", where=row["where"], trace=row["trace_id"], rollout=str(row["rollout"]))[
             "nodes"
         ]
+
+
+def test_runs_have_names_that_tell_them_apart_and_numbers_of_their_configuration(tmp_path: Path) -> None:
+    for name, seed, size in (("a/run", 0, 4), ("b/run", 1, 4), ("実験", 2, 8)):
+        (tmp_path / name).mkdir(parents=True)
+        text = f'seed = {seed}\n[algorithm]\ntype = "grpo"\ngroup_size = {size}\n'
+        (tmp_path / name / "config.toml").write_text(text)
+    runs = Catalogue([tmp_path]).overview()
+    assert [run["name"] for run in runs] == ["a/run", "b/run", "実験"]
+    first, second, third = (run["configuration"] for run in runs)
+    assert first == second != third
+
+
+def test_the_cold_start_is_among_the_curves(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    write_metrics(tmp_path, 4)
+    curves = metric_curves(tmp_path)
+    assert curves["cold_start"]["step"] == list(range(1, 11))
+    assert curves["cold_start"]["values"] == {"sft/loss": [2.0 / step for step in range(1, 11)]}
+    assert curves["metrics"]["sft/loss"]["meaning"] == declared_metric("sft/loss").meaning

@@ -1,153 +1,123 @@
-// A group as a tree: where rollouts part, what was spliced in and from where, what every leaf got.
+// A group: its rollouts as a table with the reason of each advantage, and the tree where they part.
 
-import { ask } from "./data.js";
-import { h, line, number, placeName, signed } from "./dom.js";
-import { ORIGINS, childrenOf, groupOf, splice } from "./paths.js";
-import { step } from "./step.js";
-import { neighbour, rolloutAddress } from "./table.js";
+import {
+  a, at, check, facts, fold, h, line, list, number, placeName, plural, quiet, region, signed, table,
+} from "./dom.js";
+import { ORIGINS, groupOf, splice } from "./paths.js";
+import { stepKeys } from "./step.js";
+import { kindOf, neighbour, outcomeOf, rolloutAddress, rolloutLink } from "./table.js";
 
 export async function showGroup(run, [where, index]) {
-  const group = await groupOf(ask, run, where, index);
-  const below = childrenOf(group);
+  const group = await groupOf(run, where, index);
   const chosen = [];
-  const beside = h(
-    "a",
-    { class: "button", "aria-disabled": "true" },
-    "Choose two rollouts to read side by side",
-  );
+  const beside = h("a.button");
   const choose = (rollout, isOn) => {
     if (isOn) chosen.push(rollout);
     else chosen.splice(chosen.indexOf(rollout), 1);
+    point();
+  };
+  const point = () => {
     const isReady = chosen.length === 2;
     beside.setAttribute("aria-disabled", String(!isReady));
-    beside.textContent = isReady
-      ? `Read ${chosen[0]} and ${chosen[1]} side by side`
-      : "Choose two rollouts to read side by side";
-    if (isReady)
-      beside.href = `#/run/${encodeURIComponent(run.id)}/beside/${where}/${index}/${chosen[0]}/${chosen[1]}`;
+    beside.textContent = `Read ${isReady ? chosen.join(" and ") : "two chosen rollouts"} side by side`;
+    if (isReady) beside.href = at(run, "beside", where, index, ...chosen);
     else beside.removeAttribute("href");
   };
-  const roots = (below.get(-1) ?? []).map((root) => branch(root, { run, group, below, choose }));
-  const lost = group.rollouts.filter((row) => row.node_id < 0);
+  point();
   const task = group.rollouts[0]?.task_key ?? "";
-  const element = h(
-    "section",
-    {},
-    h(
-      "h1",
-      {},
-      "Group of ",
-      h("a", { href: `#/run/${encodeURIComponent(run.id)}/task/${encodeURIComponent(task)}` }, task),
+  const roots = below(group, -1);
+  const origins = Object.entries(ORIGINS).map(([name, text]) => h(`span.origin.${name}`, text));
+  const element = h("section",
+    h("h1", "Group of ", a(at(run, "task", task), task)),
+    quiet(
+      a(at(run, "step", where), placeName(where, run.evaluations)),
+      ` · ${plural(group.rollouts.length, "rollout")}`,
     ),
-    h(
-      "p",
-      { class: "quiet" },
-      h(
-        "a",
-        { href: `#/run/${encodeURIComponent(run.id)}/step/${where}` },
-        placeName(where, run.evaluations),
-      ),
-      ` · ${group.rollouts.length} rollouts`,
-    ),
-    h(
-      "ul",
-      { class: "legend", "aria-label": "Origins" },
-      Object.entries(ORIGINS).map(([name, text]) => h("li", { class: `origin ${name}` }, text)),
-    ),
-    h(
-      "div",
-      { class: "scroll", tabIndex: 0, role: "region", "aria-label": "Tree" },
-      h("ul", { class: "tree" }, roots),
-    ),
-    lost.length > 0 &&
-      h(
-        "p",
-        {},
-        "Lost before a turn was written: ",
-        lost.map((row) => leaf(row, { run, choose })),
-      ),
+    overview(run, group, choose),
     beside,
+    explained(group.advantages),
+    h("h2", "Tree"),
+    list("legend", origins),
+    region("Tree", h("ul.tree", roots.map((root) => branch(run, group, root)))),
   );
-  const go = (by) => () => step(run, where, by);
-  return {
-    element,
-    title: `Group of ${task}`,
-    keys: { j: () => neighbour(1), k: () => neighbour(-1), ArrowLeft: go(-1), ArrowRight: go(1) },
-  };
+  const keys = { j: neighbour(1), k: neighbour(-1), ...stepKeys(run, where) };
+  return { element, title: `Group of ${task}`, keys };
 }
+
+const colour = (value) => (value > 0 ? "good" : value < 0 ? "bad" : "");
+
+function overview(run, group, choose) {
+  const reasons = group.advantages?.rollouts ?? {};
+  const hasAnswers = group.rollouts.some((row) => row.answer);
+  const heads = ["Rollout", "Kind", "#Return", "#Advantage", "Outcome"];
+  if (hasAnswers) heads.push("Answer");
+  if (group.advantages) heads.push("Why", "Clipped tokens");
+  const rows = group.rollouts.map((row) => {
+    const why = reasons[row.rollout];
+    const label = { "aria-label": `choose rollout ${row.rollout}` };
+    const cells = [
+      check(rolloutLink(run, row), false, (isOn) => choose(row.rollout, isOn), label),
+      kindOf(row.kind),
+      number(row.episode_return),
+      h("strong", { class: colour(row.advantage) }, signed(row.advantage)),
+      [outcomeOf(row), row.fault && h("div.quiet", line(row.fault, 80))],
+    ];
+    if (hasAnswers) cells.push(h("td.key", row.answer));
+    if (group.advantages)
+      cells.push(
+        [h("span.equation", why?.equation), h("div.quiet", why?.parts)],
+        why?.clipped ? (why.clipped[0] ? why.clipped.join(" of ") : "none") : "–",
+      );
+    return { "data-row": row.rollout, cells };
+  });
+  return table("Rollouts", heads, rows, "group");
+}
+
+function explained(advantages) {
+  if (!advantages) return null;
+  const { formula, mean, std, notes } = advantages;
+  return [
+    facts([["advantage", formula || null], ["group mean of R", number(mean)], ["spread (std)", number(std)]]),
+    notes.map((one) => quiet(one)),
+  ];
+}
+
+const below = (group, id) => [...group.nodes.values()].filter((node) => node.parent_id === id);
 
 // Nodes without a fork between them are one line; what goes on from a fork is indented below it.
-function branch(node, context) {
-  const { group, below } = context;
+function branch(run, group, node) {
   const chain = [node];
-  let leaves = endings(group, node);
-  while (!leaves.length && (below.get(chain.at(-1).node_id) ?? []).length === 1) {
-    chain.push(below.get(chain.at(-1).node_id)[0]);
-    leaves = endings(group, chain.at(-1));
+  let leaves, next;
+  for (;;) {
+    const { node_id } = chain.at(-1);
+    leaves = group.rollouts.filter((row) => row.node_id === node_id);
+    next = below(group, node_id);
+    if (leaves.length || next.length !== 1) break;
+    chain.push(next[0]);
   }
-  const children = below.get(chain.at(-1).node_id) ?? [];
-  return h(
-    "li",
-    {},
-    h(
-      "div",
-      { class: "chain" },
-      chain.map(chip),
-      leaves.map((row) => leaf(row, context)),
-    ),
-    children.length > 0 &&
-      h(
-        "ul",
-        {},
-        children.map((child) => branch(child, context)),
-      ),
+  return h("li",
+    h("div.chain", chain.map(chip), leaves.map((row) => leaf(run, row))),
+    next.length > 0 &&
+      h("ul", next.map((child) => branch(run, group, child))),
   );
 }
-
-const endings = (group, node) => group.rollouts.filter((row) => row.node_id === node.node_id);
 
 function chip(node) {
   const forks = node.metadata.num_forks ? ` · ${node.metadata.num_forks} left in front` : "";
-  const told =
-    splice(node) ||
-    (node.origin === "policy"
-      ? `${node.num_tokens} tokens · entropy ${number(node.mean_entropy)}${forks}`
-      : "");
-  return h(
-    "div",
-    { class: `chip ${node.origin}`, "data-node": node.node_id, title: line(node.text, 600) },
-    h("span", { class: "label" }, ORIGINS[node.origin]),
-    h("span", { class: "text" }, line(node.text, 70) || "(no words)"),
-    told && h("span", { class: "quiet" }, told),
+  const origin = splice(node);
+  return h("div", { class: `chip ${node.origin}`, "data-node": node.node_id, title: line(node.text, 600) },
+    h("span.label", ORIGINS[node.origin]),
+    h("span.text", line(node.text, 70) || "(no words)"),
+    origin && fold("source", h("span.quiet", origin)),
+    node.origin === "policy" &&
+      h("span.quiet", `${plural(node.num_tokens, "token")} · entropy ${number(node.mean_entropy)}${forks}`),
   );
 }
 
-function leaf(row, { run, choose }) {
-  return h(
-    "div",
-    { class: "leaf", "data-leaf": row.rollout },
-    h(
-      "label",
-      { class: "choice" },
-      h("input", {
-        type: "checkbox",
-        onchange: (event) => choose(row.rollout, event.target.checked),
-        "aria-label": `choose rollout ${row.rollout}`,
-      }),
-      h("a", { href: rolloutAddress(run, row) }, `rollout ${row.rollout}`),
-    ),
-    row.fault
-      ? h(
-          "span",
-          { class: "badge stopped", title: row.fault },
-          `${row.outcome.replaceAll("_", " ")}: ${line(row.fault, 60)}`,
-        )
-      : h("span", {}, row.outcome.replaceAll("_", " ")),
-    h("span", {}, `return ${number(row.episode_return)}`),
-    h(
-      "strong",
-      { class: row.advantage > 0 ? "good" : row.advantage < 0 ? "bad" : "" },
-      `advantage ${signed(row.advantage)}`,
-    ),
+const leaf = (run, row) =>
+  h("div.leaf", { "data-leaf": row.rollout },
+    a(rolloutAddress(run, row), `rollout ${row.rollout}`),
+    outcomeOf(row),
+    h("span", `return ${number(row.episode_return)}`),
+    h("strong", { class: colour(row.advantage) }, `advantage ${signed(row.advantage)}`),
   );
-}

@@ -1,20 +1,16 @@
 // Addresses to views, and the keys that work everywhere.
 
-import { ask } from "./data.js";
-import { fill, h, tell, visible } from "./dom.js";
-import { follow } from "./follow.js";
+import { ask, follow } from "./data.js";
+import { address, fault, fill, h, keep, tell, visible } from "./dom.js";
 import { top } from "./shell.js";
-import { showAlarms } from "./alarms.js";
-import { showBeside } from "./beside.js";
-import { showCounter } from "./counter.js";
 import { showCurves } from "./curves.js";
 import { showGroup } from "./group.js";
 import { showMemory } from "./memory.js";
 import { showOverview } from "./overview.js";
 import { showRollout } from "./rollout.js";
 import { showRuns } from "./runs.js";
-import { showStep } from "./step.js";
-import { showTask } from "./task.js";
+import { showBeside, showCounter } from "./siblings.js";
+import { showStep, showTask } from "./step.js";
 
 const VIEWS = {
   overview: showOverview,
@@ -26,34 +22,34 @@ const VIEWS = {
   beside: showBeside,
   counter: showCounter,
   memory: showMemory,
-  alarms: showAlarms,
   task: showTask,
 };
 const main = document.getElementById("main");
 let shown = { keys: {}, refresh: null };
 let turn = 0;
-
-export function address() {
-  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
-  return { parts, query: new URLSearchParams(query ?? "") };
-}
+let isDrawn = false;
+let scrolled = null;
 
 async function show() {
   const mine = ++turn;
   shown.leave?.();
+  clearTimeout(scrolled);
+  isDrawn = false;
   try {
     const { parts, query } = address();
     const next = await opened(parts, query);
     if (mine !== turn) return; // a newer address has come
     shown = next;
     fill(main, next.element);
-    document.title = next.title ? `${visible(next.title)} · Outrider` : "Outrider";
-    next.ready?.();
-    window.scrollTo(0, 0);
+    document.title = [next.title, next.run, "Outrider"].filter(Boolean).map(visible).join(" · ");
+    window.scrollTo(0, Number(query.get("y")));
+    if (!query.has("y")) next.ready?.();
+    isDrawn = true;
   } catch (error) {
-    if (mine === turn)
-      fill(main, h("p", { class: "fault", role: "alert" }, `This cannot be shown: ${error.message}`));
+    if (mine !== turn) return;
+    shown = {};
+    document.title = "Outrider";
+    fill(main, h("h1", "Not shown"), fault(`This cannot be shown: ${error.message}`));
   }
 }
 
@@ -68,13 +64,17 @@ async function opened(parts, query) {
   const [places, curves] = await Promise.all([
     ask("places", { run: run.id }),
     ask("curves", { run: run.id }),
-  ]);
-  Object.assign(run, { places, curves, evaluations: curves.evaluations });
+  ]).catch((error) => {
+    follow(null);
+    top(null);
+    throw error;
+  });
+  Object.assign(run, { places, curves, evaluations: curves.evaluations, name: curves.name });
   follow(run, news);
   top(run, kind, parts[3]);
   const view = VIEWS[kind];
   if (!view) throw new Error("there is no such page");
-  return view(run, parts.slice(3), query, kind);
+  return { ...(await view(run, parts.slice(3), query, kind)), run: run.name };
 }
 
 // Something of the run has changed on disk: the view takes it in where it stands.
@@ -108,4 +108,9 @@ function focusSearch() {
 }
 
 window.addEventListener("hashchange", show);
+window.addEventListener("scroll", () => {
+  clearTimeout(scrolled);
+  scrolled = setTimeout(() => isDrawn && keep({ y: Math.round(scrollY) || "" }), 150);
+});
+history.scrollRestoration = "manual";
 show();

@@ -1,7 +1,11 @@
 // What the step-trace buffer and the memory of tips held at a step, and what was shown when.
 
 import { ask, still } from "./data.js";
-import { fill, h, line, number, placeName, stepPlace } from "./dom.js";
+import {
+  a, at, button, fault, fill, go, h, keep, line, list, number, placeName, plain, quiet, search, select,
+  stepPlace,
+} from "./dom.js";
+import { stepKeys } from "./step.js";
 import { rolloutAddress } from "./table.js";
 
 export async function showMemory(run, [text], query) {
@@ -9,175 +13,92 @@ export async function showMemory(run, [text], query) {
     .filter((place) => place.startsWith("step-"))
     .map((place) => Number(place.slice(5)));
   const step = Number(text ?? steps.at(-1) ?? 0);
-  const held = h("div", { class: "columns" });
+  const held = h("div.columns");
   const near = h("div");
   const when = h("div");
   let turn = 0;
-  const draw = async (words = "") => {
+  const draw = async (words) => {
     const mine = ++turn;
     const found = await ask("memory", { run: run.id, step, ...(words ? { words } : {}) });
     if (mine !== turn) return; // a newer question has been asked
+    const { revision } = found.steps;
     fill(
       held,
-      part("Tips", found.tips, (one) => tip(one, showWhen)),
+      part("Tips", found.tips, entry("tips", showWhen)),
       part(
-        `Steps${found.steps.revision === null ? "" : ` (revision ${found.steps.revision})`}`,
+        `Steps${revision === null ? "" : ` (revision ${revision})`}`,
         found.steps,
-        (one) => kept(one, showWhen),
+        entry("steps", showWhen),
       ),
     );
   };
   const showWhen = async (memory, item) => {
     const given = memory ? { memory, key: item.key ?? "", item: item.item_id } : {};
     const found = await ask("shown", { run: run.id, step, ...given });
-    fill(
-      when,
-      h(
-        "h2",
-        {},
-        memory
-          ? `When ${memory === "tips" ? "tip" : "step"} ${item.item_id} was shown`
-          : `Shown at step ${step}`,
-      ),
-      found.length
-        ? h(
-            "ol",
-            { class: "shown" },
-            found.map((one) => showing(run, one)),
-          )
-        : h("p", { class: "quiet" }, "Never."),
-    );
+    const name = memory ? `When ${memory.slice(0, -1)} ${item.item_id} was shown` : `Shown at step ${step}`;
+    const entries = found.map((one) => showing(run, one));
+    fill(when, h("h2", name), found.length ? list("shown", entries, "ol") : quiet("Never."));
   };
-  const nearest = async (memory) => {
+  const nearest = (memory) => async () => {
     try {
       const found = await ask("neighbours", { run: run.id, step, memory, words: field.value });
-      fill(
-        near,
-        h("h2", {}, `Nearest ${memory}`),
-        h(
-          "ol",
-          { class: "shown" },
-          found.map((one) =>
-            h(
-              "li",
-              {},
-              h("strong", {}, one.similarity.toFixed(3)),
-              " ",
-              memory === "tips" ? tip(one, showWhen) : kept(one, showWhen),
-            ),
-          ),
-        ),
-      );
+      const hit = (one) => [h("strong", one.similarity.toFixed(3)), entry(memory, showWhen)(one)];
+      fill(near, h("h2", `Nearest ${memory}`), list("shown", found.map(hit), "ol"));
     } catch (error) {
-      fill(near, h("p", { class: "fault" }, error.message));
+      fill(near, fault(error.message));
     }
   };
-  let timer = null;
-  const field = h("input", {
-    type: "search",
-    "aria-label": "Search in memories",
-    placeholder: "words ( / )",
-    oninput: () => {
-      clearTimeout(timer);
-      timer = setTimeout(() => draw(field.value.trim()), 120);
-    },
-  });
-  await Promise.all([draw(), steps.includes(step) && showWhen("", null)]);
-  const go = (by) => () => {
-    const there = steps[steps.indexOf(step) + by];
-    if (there) location.hash = `#/run/${encodeURIComponent(run.id)}/memory/${there}`;
-    return Boolean(there);
+  const look = (words) => {
+    keep({ words });
+    draw(words);
   };
-  const element = h(
-    "section",
-    {},
-    h("h1", {}, `Memory after step ${step}`),
-    h(
-      "div",
-      { class: "controls" },
-      h(
-        "label",
-        {},
-        "step",
-        h(
-          "select",
-          {
-            onchange: (event) => {
-              location.hash = `#/run/${encodeURIComponent(run.id)}/memory/${event.target.value}`;
-            },
-          },
-          steps.map((one) => h("option", { value: one, selected: one === step }, one)),
-        ),
-      ),
+  const words = query.get("words") ?? "";
+  const field = search("Search in memories", words, look, { placeholder: "words ( / )" });
+  await Promise.all([draw(words), steps.includes(step) && showWhen("", null)]);
+  const addressOf = (there) => at(run, "memory", there);
+  const title = `Memory after step ${step}`;
+  const options = steps.map((one) => [one, one]);
+  const element = h("section",
+    h("h1", title),
+    h("div.controls",
+      select("step", options, step, (value) => go(addressOf(value))()),
       field,
-      !still && h("button", { type: "button", onclick: () => nearest("tips") }, "Nearest tips"),
-      !still && h("button", { type: "button", onclick: () => nearest("steps") }, "Nearest steps"),
+      !still && ["tips", "steps"].map((memory) => button(`Nearest ${memory}`, nearest(memory))),
     ),
     near,
     held,
     when,
   );
-  return { element, title: `Memory after step ${step}`, keys: { ArrowLeft: go(-1), ArrowRight: go(1) } };
+  return { element, title, keys: stepKeys(run, step, steps, addressOf) };
 }
 
-function part(title, { total, items }, entry) {
-  return h(
-    "div",
-    { class: "column" },
-    h("h2", {}, `${title}: ${number(total)}`),
-    items.length
-      ? h(
-          "ol",
-          { class: "items" },
-          items.map((one) => h("li", {}, entry(one))),
-        )
-      : h("p", { class: "quiet" }, "None."),
-    items.length < total && h("p", { class: "quiet" }, `The first ${items.length}; search to narrow.`),
+const part = (title, { total, items }, entry) =>
+  h("div.column",
+    h("h2", `${title}: ${number(total)}`),
+    items.length ? list("items", items.map(entry), "ol") : quiet("None."),
+    items.length < total && quiet(`The first ${items.length}; search to narrow.`),
   );
-}
 
-function tip(one, showWhen) {
-  return h(
-    "div",
-    {},
-    h("p", { class: "said" }, line(one.text, 400)),
-    h(
-      "p",
-      { class: "quiet" },
-      `tip ${one.item_id} of ${one.key} · score ${number(one.score)} · `,
-      `by ${one.writer} at step ${one.written_at + 1} `,
-      h("button", { type: "button", class: "plain", onclick: () => showWhen("tips", one) }, "shown when?"),
-    ),
-  );
-}
+const said = (text, most) => h("p.said", line(text, most));
 
-function kept(one, showWhen) {
-  return h(
-    "div",
-    {},
-    h("p", { class: "said" }, line(one.text, 300)),
-    one.observation && h("p", { class: "quiet said" }, line(one.observation, 200)),
-    h(
-      "p",
-      { class: "quiet" },
-      `step ${one.index} of ${one.writer} · by ${one.agent} · reward ${number(one.score)} `,
-      h("button", { type: "button", class: "plain", onclick: () => showWhen("steps", one) }, "shown when?"),
-    ),
-  );
-}
+const entry = (memory, showWhen) => (one) => [
+  said(one.text, 400),
+  one.observation && h("p.quiet.said", line(one.observation, 200)),
+  quiet(
+    memory === "tips" ? `tip ${one.item_id} of ${one.key}` : `step ${one.index} of ${one.writer}`,
+    ` · score ${number(one.score)} · by `,
+    memory === "tips" ? `${one.writer} at step ${one.written_at + 1} ` : `${one.agent} `,
+    plain("shown when?", () => showWhen(memory, one)),
+  ),
+];
 
-function showing(run, one) {
-  return h(
-    "li",
-    {},
-    h(
-      "a",
-      { href: `${rolloutAddress(run, one)}?node=${one.node_id}` },
-      `${placeName(one.where ?? stepPlace(one.step))}, ${one.task_key}, rollout ${one.rollout}`,
-    ),
-    h("span", { class: `origin ${one.origin}` }, one.origin === "buffer" ? "retrieved step" : "tips"),
-    one.similarity !== null && h("span", { class: "quiet" }, `similarity ${one.similarity.toFixed(3)}`),
-    one.source && h("span", { class: "quiet" }, one.source),
-    h("p", { class: "said" }, line(one.text, 160)),
-  );
-}
+const showing = (run, one) => [
+  a(
+    `${rolloutAddress(run, one)}?node=${one.node_id}`,
+    `${placeName(one.where ?? stepPlace(one.step))}, ${one.task_key}, rollout ${one.rollout}`,
+  ),
+  h(`span.origin.${one.origin}`, one.origin === "buffer" ? "retrieved step" : "tips"),
+  one.similarity !== null && h("span.quiet", `similarity ${one.similarity.toFixed(3)}`),
+  one.source && h("span.quiet", one.source),
+  said(one.text, 160),
+];

@@ -1,28 +1,20 @@
 // A group's nodes as paths of rollouts.
 
-export async function groupOf(ask, run, where, number) {
-  const step = where.startsWith("step-") ? Number(where.slice(5)) : null;
-  const trace = step !== null ? `${step}/${number}` : await traceOf(ask, run, where, number);
-  const found = await ask("group", { run: run.id, where, trace });
+import { ask } from "./data.js";
+
+// Groups of an evaluation are named after the step at which it came.
+export async function groupOf(run, where, number) {
+  const [kind, digits] = where.split("-");
+  const step = kind === "step" ? Number(digits) : (run.evaluations[Number(digits)]?.step ?? 0);
+  const found = await ask("group", { run: run.id, where, trace: `${step}/${number}` });
   found.nodes = new Map(found.nodes.map((node) => [node.node_id, node]));
-  found.number = number;
   return found;
 }
 
-// Groups of an evaluation are named after the step at which it came.
-async function traceOf(ask, run, where, number) {
-  const evaluation = run.evaluations[Number(where.slice("evaluation-".length))];
-  return `${evaluation?.step ?? 0}/${number}`;
-}
-
 export function pathOf(group, rollout) {
-  const row = rolloutOf(group, rollout);
   const path = [];
-  let node = group.nodes.get(row.node_id);
-  while (node) {
-    path.unshift(node);
-    node = group.nodes.get(node.parent_id);
-  }
+  let node = group.nodes.get(rolloutOf(group, rollout).node_id);
+  for (; node; node = group.nodes.get(node.parent_id)) path.unshift(node);
   return path;
 }
 
@@ -30,13 +22,6 @@ export function rolloutOf(group, rollout) {
   const row = group.rollouts.find((one) => one.rollout === Number(rollout));
   if (!row) throw new Error(`this group has no rollout ${rollout}`);
   return row;
-}
-
-export function childrenOf(group) {
-  const found = new Map();
-  for (const node of group.nodes.values())
-    found.set(node.parent_id, [...(found.get(node.parent_id) ?? []), node]);
-  return found;
 }
 
 export const ORIGINS = {
@@ -49,28 +34,23 @@ export const ORIGINS = {
 };
 
 export function splice(node) {
-  const told = node.metadata;
-  if (node.origin === "buffer")
-    return [
-      told.similarity !== undefined &&
-        `similarity ${told.similarity === null ? "not measured" : told.similarity.toFixed(3)}`,
-      told.source && `from ${told.source}`,
-      told.agent && `by ${told.agent}`,
-      told.source_task && `task ${told.source_task}`,
-      told.memory_version !== undefined && `buffer revision ${told.memory_version}`,
-    ]
-      .filter(Boolean)
-      .join(" · ");
-  if (node.origin === "memory")
-    return [
-      told.writers && `written by ${told.writers.map(writer).join(", ")}`,
-      told.similarities?.length &&
-        `similarity ${told.similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
-      told.memory_version !== undefined && `memory version ${told.memory_version}`,
-    ]
-      .filter(Boolean)
-      .join(" · ");
-  return "";
+  const { similarity, source, agent, source_task, memory_version, writers, similarities } = node.metadata;
+  const parts = {
+    buffer: [
+      similarity !== undefined &&
+        `similarity ${similarity === null ? "not measured" : similarity.toFixed(3)}`,
+      source && `from ${source}`,
+      agent && `by ${agent}`,
+      source_task && `task ${source_task}`,
+      memory_version !== undefined && `buffer revision ${memory_version}`,
+    ],
+    memory: [
+      writers && `written by ${writers.map(writer).join(", ")}`,
+      similarities?.length && `similarity ${similarities.map((one) => (one ?? NaN).toFixed(2)).join(", ")}`,
+      memory_version !== undefined && `memory version ${memory_version}`,
+    ],
+  }[node.origin];
+  return (parts ?? []).filter(Boolean).join(" · ");
 }
 
 // "2:task/5" is rollout 5 of task, in training step 3: files count steps from 1.

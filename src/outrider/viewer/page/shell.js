@@ -39,13 +39,12 @@ export function top(run, kind = "", where = "", state = null) {
   fill(
     nav,
     brand,
-    h("span", { class: "name" }, run.id.replace(/-[0-9a-f]{8}$/, "")),
+    h("span", { class: "name" }, run.name),
     h("a", { href: base, ...at("overview") }, "Overview"),
     h("a", { href: `${base}/curves`, ...at("curves") }, "Curves"),
     newestPlace && h("a", { href: `${base}/step/${newestPlace}`, ...at("step") }, "Steps"),
     h("a", { href: `${base}/all`, ...at("all") }, "All rollouts"),
     h("a", { href: `${base}/memory/${memoryStep(where, newestPlace)}`, ...at("memory") }, "Memory"),
-    h("a", { href: `${base}/alarms`, ...at("alarms") }, "Alarms"),
   );
 }
 

@@ -26,7 +26,6 @@ VIEWS = (
     "beside",
     "counter",
     "memory",
-    "alarms",
     "task",
 )
 
@@ -45,7 +44,6 @@ def views(served: Served) -> dict[str, str]:
         "beside": f"beside/{here}/{(rollout + 1) % 4}/{rollout}",
         "counter": f"counter/{here}/{rollout}",
         "memory": "memory/2",
-        "alarms": "alarms",
         "task": f"task/{row['task_key']}",
     }
 

@@ -56,7 +56,7 @@ def test_slash_searches_g_opens_the_group_and_arrows_go_through_steps(served: Se
 
 
 @pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [640, 390])  # 640: a window of 1280 at a zoom of 200 %
 def test_nothing_is_wider_than_the_window(served: Served, at: At, name: str, width: int) -> None:
     page = at(views(served)[name], width=width)
     wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -64,7 +64,7 @@ def test_nothing_is_wider_than_the_window(served: Served, at: At, name: str, wid
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_readers_of_screens_meet_nothing_serious(served: Served, open_page: At, scheme: str) -> None:
+def test_readers_of_screens_meet_no_violation(served: Served, open_page: At, scheme: str) -> None:
     if not AXE.is_file():
         pytest.skip("axe-core is not here: make test-viewer fetches it from npm")
     source = AXE.read_text(encoding="utf-8")
@@ -74,12 +74,7 @@ def test_readers_of_screens_meet_nothing_serious(served: Served, open_page: At, 
         page.wait_for_timeout(50)  # the first charts are drawn when they are seen
         page.evaluate(source)
         found = page.evaluate("axe.run()")["violations"]
-        serious = [
-            (one["id"], [node["html"][:90] for node in one["nodes"][:3]])
-            for one in found
-            if one["impact"] in ("serious", "critical")
-        ]
-        assert serious == [], name
+        assert [(one["id"], [node["html"][:90] for node in one["nodes"][:3]]) for one in found] == [], name
         page.close()
 
 
@@ -125,7 +120,6 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "rollout/step-000001/0/0",
         "counter/step-000001/0/0",
         "memory/1",
-        "alarms",
         "curves",
         "all",
         "",

@@ -8,6 +8,7 @@ from typing import Any
 
 import outrider
 from outrider.metrics import declared_metric
+from outrider.viewer.run_reader import read_alarms
 from tests.training.recorded_run import REASON
 from tests.viewer.pages.browser.places import place, row_with, until
 from tests.viewer.pages.serving import Served
@@ -34,7 +35,8 @@ def test_runs_show_status_method_task_score_tokens_and_alarm(several: Served, op
 
 def test_curves_show_every_metric_with_the_registrys_words(served: Served, at: At) -> None:
     page = at("curves")
-    names = list(served.data("curves")["values"])
+    curves = served.data("curves")
+    names = ["held-out score", *curves["values"], *curves["cold_start"]["values"]]
     cards = page.locator("[data-metric]")
     assert sorted(cards.evaluate_all("all => all.map(one => one.dataset.metric)")) == sorted(names)
     for name in ("reward/mean", "entropy/token_mean"):
@@ -65,6 +67,12 @@ def test_several_runs_lie_over_each_other(several: Served, open_page: At) -> Non
     page = open_page(f"{several.address}#/run/{several.ids[0]}/curves")
     page.get_by_label("rapo").check()
     page.wait_for_selector('[data-metric="reward/mean"] .plot[aria-label*="rapo: from"]')
+    page.get_by_role("button", name="rapo").click()
+    page.wait_for_selector('[data-metric="reward/mean"] .plot:not([aria-label*="rapo: from"])')
+    page.reload()
+    page.wait_for_selector('[data-metric="reward/mean"] .plot')
+    assert page.get_by_label("rapo").is_checked()
+    assert page.get_by_role("button", name="rapo").get_attribute("aria-pressed") == "false"
 
 
 def test_a_step_filters_by_histogram_and_kind_and_sorts(served: Served, at: At) -> None:
@@ -101,25 +109,38 @@ def test_search_goes_over_all_steps_and_opens_the_turn(served: Served, at: At) -
     page.wait_for_selector(".turn.prompt")
 
 
-def test_a_group_shows_splices_by_origin_and_the_advantage_of_each_leaf(served: Served, at: At) -> None:
-    row = row_with(served, kind="hybrid")
-    page = at(f"group/{place(row)}")
+def test_a_group_shows_splices_by_origin_and_folds_their_provenance(served: Served, at: At) -> None:
+    page = at(f"group/{place(row_with(served, kind='hybrid'))}")
     splice = page.locator(".chip.buffer").first
+    assert "similarity" not in splice.inner_text()
+    splice.locator("summary").click()
     assert re.search(r"similarity -?\d\.\d{3} · from given/\w+#\d", splice.inner_text())
     assert splice.evaluate("one => getComputedStyle(one).borderLeftColor") != page.locator(
         ".chip.policy"
     ).first.evaluate("one => getComputedStyle(one).borderLeftColor")
-    assert page.locator("[data-leaf]").count() == 4
-    group = served.data("group", where=row["where"], trace=row["trace_id"])
-    for one in group["rollouts"]:
-        leaf = page.locator(f'[data-leaf="{one["rollout"]}"]').inner_text()
-        text = "–" if one["advantage"] is None else f"{abs(one['advantage']):.3g}"
-        assert f"advantage {text}" in leaf.replace("+", "").replace("-", "")
-    tips = row_with(served, kind="tips")
-    page = at(f"group/{place(tips)}")
+    page = at(f"group/{place(row_with(served, kind='tips'))}")
     assert re.search(
-        r"written by rollout tasks-\d/\d at step \d", page.locator(".chip.memory").first.inner_text()
+        r"written by rollout tasks-\d/\d at step \d", page.locator(".chip.memory").first.text_content()
     )
+
+
+def test_a_group_has_a_table_with_the_equation_of_each_advantage(served: Served, at: At) -> None:
+    row = row_with(served, kind="hybrid", sort="advantage", descending="1")
+    page = at(f"group/{place(row)}")
+    group = served.data("group", where=row["where"], trace=row["trace_id"])
+    equations = 0
+    for one in group["rollouts"]:
+        text = page.locator(f'[data-row="{one["rollout"]}"]').inner_text()
+        why = group["advantages"]["rollouts"].get(str(one["rollout"]), {"equation": ""})
+        assert why["equation"] in text and one["kind"] in text
+        shown = "–" if one["advantage"] is None else f"{abs(one['advantage']):.3g}"
+        assert shown in text
+        equations += bool(why["equation"])
+    assert equations > 0 and group["advantages"]["formula"] in page.locator(".facts").inner_text()
+    leaf = page.locator("[data-leaf]").first
+    assert leaf.evaluate("one => getComputedStyle(one).position") == "sticky"
+    top = "[...document.querySelectorAll('.tree, table.group')].map(one => one.getBoundingClientRect().top)"
+    assert page.evaluate(top) == sorted(page.evaluate(top))  # the table comes first
 
 
 def test_two_rollouts_side_by_side_from_the_first_different_token(served: Served, at: At) -> None:
@@ -173,7 +194,7 @@ def test_a_rollout_is_a_chat_with_values_for_every_token(served: Served, recorde
     until(page, "document.getElementById('told').textContent === 'copied as JSON'")
     copied = json.loads(page.evaluate("navigator.clipboard.readText()"))
     assert copied["node_id"] == row["node_id"] and copied["turns"][-1]["node_id"] == row["node_id"]
-    page.get_by_role("button", name="Play again").click()
+    page.get_by_text("Play again").click()
     assert page.locator(".command").inner_text() == f"outrider replay {recorded} --step {row['step']}"
 
 
@@ -220,14 +241,14 @@ def test_what_if_shows_siblings_without_the_splice_and_the_differences(served: S
         assert re.fullmatch(r"[+-]?[\d.e-]+", entry.locator("td").nth(3).inner_text())
 
 
-def test_alarms_lead_to_their_step(served: Served, at: At) -> None:
-    page = at("alarms")
-    found = served.data("alarms")
-    assert page.locator(".alarms li").count() == len(found)
+def test_alarms_lead_to_their_step(recorded: Path, at: At) -> None:
+    page = at("")
+    found = read_alarms(recorded)
+    assert page.locator("ol.alarms li").count() == len(found)
     before = [alarm["text"] for alarm in found if alarm["step"] is None]
-    assert page.locator(".alarms li", has_text="before training").count() == len(before)
+    assert page.locator("ol.alarms li", has_text="before training").count() == len(before)
     step = next(alarm["step"] for alarm in found if alarm["step"] is not None)
-    page.locator(".alarms a").first.click()
+    page.locator("ol.alarms a").last.click()
     page.wait_for_selector(f"h1:has-text('Step {step}')")
 
 
@@ -242,4 +263,7 @@ def test_a_task_is_shown_over_steps_and_evaluations(served: Served, recorded: Pa
     steps = {f"step-{row['step']:06d}" for row in trained if row["task_key"] == task}
     assert set(places) == steps | {"evaluation-000", "evaluation-001"}
     assert places[0] == "evaluation-000"
+    [rollouts, num_places] = re.findall(r"\d+ \w+", page.locator("p.quiet").first.inner_text())
+    for text in (rollouts, num_places):
+        assert text.endswith("s") == (text.split()[0] != "1")
     assert page.locator(".mark-of").count() == sum(row["task_key"] == task for row in trained) + 2
