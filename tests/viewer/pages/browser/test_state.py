@@ -132,27 +132,30 @@ def test_answers_and_failed_calls_are_columns_a_filter_and_an_ending(served: Ser
         "reason": "the answer is another number", "num_failed_calls": 2,
     }  # fmt: skip
     call = {"name": "search", "arguments": "the lamp", "status": "timeout", "seconds": 2.5}
-    asked = []
+    requested, values = [], dict.fromkeys(new)  # an older run has none
 
-    def recorded_later(route: Any) -> None:
-        asked.append(route.request.url)
+    def answer_with(route: Any) -> None:
+        requested.append(route.request.url)
         answer = route.fetch()
         found = answer.json()
         for one in found.get("rows", found.get("rollouts")):
-            one.update(new)
+            one.update(values)
         for node in found.get("nodes", []):
             node["metadata"]["tool_calls"] = [call] * (node["origin"] == "policy")
         route.fulfill(response=answer, body=json.dumps(found))
 
     page = at(f"step/{row['where']}")
-    assert "Answer" not in page.locator("table.rollouts thead").inner_text()  # an older run
-    page.route("**/data/rollouts.json*", recorded_later)
-    page.route("**/data/group.json*", recorded_later)
+    page.route("**/data/rollouts.json*", answer_with)
+    page.route("**/data/group.json*", answer_with)
+    page.reload()
+    page.wait_for_selector("table.rollouts tbody tr")
+    assert "Answer" not in page.locator("table.rollouts thead").inner_text()
+    values = new
     page.reload()
     page.get_by_label("failed calls").select_option("any")
     until(page, "location.hash.includes('failed=any')")
     until(page, "document.querySelector('select[name=failed]').value === 'any'")
-    assert "failed=any" in asked[-1]
+    assert "failed=any" in requested[-1]
     head = page.locator("table.rollouts thead").inner_text()
     assert "Answer" in head and "Failed" in head
     assert "42 lamps" in page.locator("table.rollouts tbody").inner_text()

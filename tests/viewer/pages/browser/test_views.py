@@ -94,7 +94,9 @@ def test_a_step_filters_by_histogram_and_kind_and_sorts(served: Served, at: At) 
     page.get_by_label("outcome").select_option("")
     page.get_by_role("button", name="Tokens").click()
     page.wait_for_selector("th[aria-sort=descending]:has-text('Tokens')")
-    tokens = [int(row.locator("td").nth(8).inner_text()) for row in rows.all()]
+    heads = page.locator("table.rollouts thead th").all_inner_texts()
+    cells = [row.locator("th, td").nth(heads.index("Tokens")) for row in rows.all()]
+    tokens = [int(cell.inner_text()) for cell in cells]
     assert tokens == sorted(tokens, reverse=True) and len(tokens) == 8
 
 
