@@ -68,13 +68,14 @@ def read_calls(
             for run in sorted(folder.glob(f"{method}-*")):
                 seed = run.name.removeprefix(f"{method}-")
                 if seed.isdigit() and int(seed) not in found.get(method, {}):
-                    found.setdefault(method, {})[int(seed)] = _of_run(run, levels)
+                    found.setdefault(method, {})[int(seed)] = run_calls(run, levels)
     if not found:
         raise OutriderError(f"no run METHOD-SEED of {', '.join(methods)} in {', '.join(map(str, folders))}")
     return found
 
 
-def _of_run(run: Path, levels: Sequence[float]) -> dict[float, float]:
+def run_calls(run: Path, levels: Sequence[float]) -> dict[float, float]:
+    """Return :func:`calls_to` of a run by level."""
     data = read_run(run)
     rewards, calls = (dict(data.curve("train", name)) for name in (_REWARD, _CALLS))
     steps = sorted(rewards.keys() | calls.keys())  # a step without any call has no entry of them

@@ -321,11 +321,12 @@ def _league(record: League, packs: Path) -> dict[str, str]:
         if missing := {*entry.readme} - {cells[0] for cells in table.rows}:
             raise DataError(f"{entry.record}.json has no method {min(missing)}")
         score_column = "interquartile mean" if is_toy else "interquartile mean %"
+        base_seeds = next((int(cells[1]) for cells in table.rows if cells[0] == "GRPO"), 0)
         for cells in table.rows:
             row = dict(zip(table.header, cells, strict=True))
             if not row[score_column]:  # not defined on this task
                 continue
-            is_sketch = int(row["seeds"]) < MIN_SEEDS
+            is_sketch = min(int(row["seeds"]), base_seeds) < MIN_SEEDS
             shown = (
                 row["method"], row[score_column] if is_toy else _percent(row[score_column]), row["seeds"],
                 row["policy tokens"], row.get("executed tool calls", ""),

@@ -69,7 +69,7 @@ from outrider.training.setup import build
 from outrider.types import Message, Origin
 
 RECIPE: Final = Path("recipes/house-empo2.toml")
-CEILING_RECORD: Final = Path("records/house-ceiling.json")
+CEILING_RECORD: Final = Path(__file__).parents[1] / "records/house-ceiling.json"
 COMMAND: Final = "python -m benchmarks.house_retention --out runs/retention --stage {stage}"
 SHARED: Final = ("num_threads=1", "evaluation.temperature=1.0", "evaluation.num_tasks=48")
 # experts of the cold start show the contents of their houses, so these are other houses

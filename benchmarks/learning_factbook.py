@@ -176,12 +176,13 @@ def launch_outrider(arguments: Sequence[str]) -> None:
 
 
 def is_finished(run: Path) -> bool:
-    """Return whether the last evaluation of a training is recorded (for imitation: the one after the cold
-    start).
+    """Return whether a training has spent its budget and its last evaluation is recorded (for imitation: the
+    one after the cold start).
     """
     data = read_run(run)
     is_imitation = data.config.get("train.num_steps") == "0"
-    return any(one.label.startswith("after ") and (is_imitation or one.step > 0) for one in data.evaluations)
+    labels = [one.label for one in data.evaluations if is_imitation or one.step >= data.num_steps > 0]
+    return data.is_done and any(label.startswith("after ") for label in labels)
 
 
 def policy_tokens(run: Path) -> int:

@@ -23,17 +23,17 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 import outrider
-from benchmarks.calls_to_reward import read_calls
+from benchmarks.calls_to_reward import run_calls
 from benchmarks.calls_to_reward import table as calls_table
 from benchmarks.learning import choose_methods, run_jobs, with_one_thread
 from benchmarks.learning_factbook import Plan, factbook_jobs
 from benchmarks.learning_jobs import read_journal
 from benchmarks.learning_methods import IMITATION, Method
 from benchmarks.learning_tables import factbook_notes, factbook_table, method_labels
-from benchmarks.markdown_table import markdown
+from benchmarks.markdown_table import MethodTable, markdown
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import compare
 from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p
@@ -66,6 +66,14 @@ class Question(BaseModel):
     levels: tuple[float, ...] = ()
     remarks: tuple[str, ...] = ()
 
+    @field_validator("overrides")
+    @classmethod
+    def _leaves_seeds_and_budget(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        own = ("seed=", "train.max_policy_tokens=", "model.initial_checkpoint=")
+        if wrong := [override for override in value if override.startswith(own)]:
+            raise ValueError(f"{wrong[0]} is set by the question")
+        return value
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 a run failed or there is no verdict, 2 bad configuration, 130 interrupted."""
@@ -85,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--processes must be at least 1")
         question = read_question(parsed.records, parsed.name)
         plan = make_plan(question, parsed.out)
+        methods = choose_methods(plan.methods(), question.methods)
         failed = False
         if not parsed.verdict:
-            jobs = factbook_jobs(plan, choose_methods(plan.methods(), question.methods))
+            jobs = factbook_jobs(plan, methods)
             if not parsed.status:
                 require_clean_checkout()
             failed = run_jobs(parsed, jobs)
@@ -138,10 +147,11 @@ def make_plan(question: Question, out: Path) -> Plan:
 def require_clean_checkout() -> None:
     """Raise ConfigError if runs could not state the commit of their code."""
     root = Path(outrider.__file__).parents[2]
-    if read_commit(root).endswith("-dirty"):
+    commit = read_commit(root)
+    if not commit or commit.endswith("-dirty"):
         raise ConfigError(
-            f"{root} has changes that are not committed, so its runs could not state the commit of their "
-            "code: commit or stash the changes"
+            f"{root} {'has changes that are not committed' if commit else 'is no git repository'}, so its "
+            "runs could not state the commit of their code: run the question from a clone without changes"
         )
 
 
@@ -164,9 +174,13 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     if tested.first != labels[method.key]:
         difference = Estimate(value=-difference.value, low=-difference.high, high=-difference.low)
     is_complete = len(seeds) == question.num_seeds
-    is_verdict = is_complete and len(seeds) >= MIN_SEEDS
+    commits, problems = origin(plan, seeds, pair, name=name, records=records)
+    problems += tested.verdict.missing
+    is_verdict = is_complete and len(seeds) >= MIN_SEEDS and not problems
     result = outcome(tested.verdict.winner, difference, method=labels[method.key])
-    if not is_complete:
+    if problems:
+        state = f"No verdict: {'; '.join(problems)}."
+    elif not is_complete:
         state = f"So far, {len(seeds)} of {question.num_seeds} seeds: no verdict, and no result to quote."
     elif not is_verdict:
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
@@ -176,18 +190,22 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     reasons = [re.sub(r"^.*(?= has \d+ seed)", lambda label: names.get(label[0], label[0]), one)
                for one in tested.verdict.reasons]  # fmt: skip
     low, high = 100 * difference.low, 100 * difference.high
+    scores = factbook_table(pair, comparison)
+    if not is_verdict:  # no conclusion from results that are not complete
+        scores = MethodTable(scores.header[:-1], [row[:-1] for row in scores.rows])
+    tests = f"; {'; '.join(reasons) or 'all tests name the same winner'}" if is_verdict else ""
     parts = [
         f"# {name}: {question.question}",
         f"Expected: {question.expected}",
         state,
-        factbook_table(pair, comparison).text,
+        scores.text,
         f"{method.name} minus {baseline.name}, interquartile means: {100 * difference.value:+.1f} points"
         + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
-        + f"; {'; '.join(reasons) or 'all tests name the same winner'}.",
-        *(_calls(question, plan, seeds, pair) if question.levels else []),
+        + f"{tests}.",
+        *(_calls(question, plan, seeds, pair, is_verdict=is_verdict) if question.levels else []),
         seconds_table(question, plan, by_key),
         "\n".join(f"- {note}" for note in [
-            *factbook_notes(pair, comparison), *origin_notes(plan, seeds, pair, name=name, records=records)
+            *factbook_notes(pair, comparison), f"commit of the runs: {', '.join(commits) or 'unknown'}"
         ]),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part), is_verdict
@@ -212,9 +230,16 @@ def sign_test(first: Sequence[float], second: Sequence[float]) -> tuple[int, int
     return fewer, more, mcnemar_p(fewer, more)
 
 
-def _calls(question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[Method]) -> list[str]:
-    every = read_calls([plan.out], [method.key for method in pair], question.levels)
-    calls = {key: {seed: by_seed[seed] for seed in seeds} for key, by_seed in every.items()}
+def _calls(
+    question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[Method], *, is_verdict: bool
+) -> list[str]:
+    calls = {
+        method.key: {seed: run_calls(plan.folder(method, seed), question.levels) for seed in seeds}
+        for method in pair
+    }
+    table = calls_table(calls, question.levels)
+    if not is_verdict:
+        return [table]
     lines = []
     for level in question.levels:
         base, own = ([calls[method.key][seed][level] for seed in seeds] for method in pair)
@@ -226,7 +251,7 @@ def _calls(question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[
             f"- Calls until {level:g}: {pair[1].name} needs fewer on {fewer} seeds and more on {more}, "
             f"sign test p = {p:.3g}: {result}."
         )
-    return [calls_table(calls, question.levels), "\n".join(lines)]
+    return [table, f"{len(lines)} tests, not corrected for each other:\n\n" + "\n".join(lines)]
 
 
 def seconds_table(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> str:
@@ -249,24 +274,29 @@ def seconds_table(question: Question, plan: Plan, by_key: Mapping[str, Method]) 
     return f"{kind}, {math.fsum(totals):,.0f} in all:\n\n{table}"
 
 
-def origin_notes(
+def origin(
     plan: Plan, seeds: Sequence[int], pair: Sequence[Method], *, name: str, records: Path
-) -> list[str]:
-    """The commits of the runs, and a warning for each that does not have the question."""
+) -> tuple[list[str], list[str]]:
+    """The commits of the compared runs and of their cold starts, and what speaks against a verdict: runs of
+    several or unknown commits, changes that were not committed, or a commit without this question.
+    """
+    cold = [method for method in plan.methods() if method.key == IMITATION and plan.has_cold_start]
     commits: set[str] = set()
-    for run in (plan.folder(method, seed) for seed in seeds for method in pair):
+    for run in (plan.folder(method, seed) for seed in seeds for method in [*cold, *pair]):
         notes = run / "notes.jsonl"
         text = notes.read_text(encoding="utf-8") if notes.exists() else ""
-        commits.update(re.findall(r"outrider \S+ \(commit ([0-9a-f]+(?:-dirty)?)\)", text))
+        commits.update(re.findall(r"outrider \S+ \(commit ([0-9a-f]+(?:-dirty)?)\)", text) or ["unknown"])
+    problems = [] if len(commits) == 1 else [f"the runs are of {len(commits)} commits"]
+    if "unknown" in commits:
+        problems.append("a run does not state its commit")
     entry = tomllib.loads(records.read_text(encoding="utf-8"))[name]
-    lines = [f"commit of the runs: {', '.join(sorted(commits)) or 'unknown'}"]
-    for commit in sorted(commits):
+    for commit in sorted(commits - {"unknown"}):
         if commit.endswith("-dirty"):
-            lines.append(f"warning: runs of {commit} had changes that were not committed")
+            problems.append(f"runs of {commit} had changes that were not committed")
         written = _entries_at(commit.removesuffix("-dirty"), records)
-        if written is not None and written.get(name) != entry:
-            lines.append(f"warning: at commit {commit}, {records} did not have this question as it is now")
-    return lines
+        if written is None or written.get(name) != entry:
+            problems.append(f"{records.name} of commit {commit} does not have this question as it is now")
+    return sorted(commits), problems
 
 
 def _entries_at(commit: str, records: Path) -> dict[str, Any] | None:

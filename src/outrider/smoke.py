@@ -230,7 +230,6 @@ _SET: Final[dict[str, Any]] = {
 _ROOM: Final[dict[str, Any]] = {
     "rollout.max_turn_tokens": 96, "rollout.max_response_tokens": 16_000,
 }  # fmt: skip
-_DEMONSTRATED: Final = 384  # tokens of a demonstrated turn, for example a line of reasoning and a native call
 _WINDOW: Final = 24_000  # tokens of a prompt that is built anew, with one token per character
 _CUTS: Final = ("rollout.max_turns", "environment.max_moves")
 # settings of environment, algorithm and engine, at any depth
@@ -281,12 +280,8 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
         key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
     }
     overrides |= dict(_endpoints(tree, "", server))
-    if "cold_start.demonstrations" in overrides and not settings.environment.has_experts:
-        overrides["cold_start.num_examples"] = 0  # nothing is left to imitate
-    elif settings.cold_start.num_examples:
+    if settings.cold_start.num_examples:
         overrides = {key: value for key, value in overrides.items() if key not in _CUTS} | _ROOM
-        if settings.cold_start.demonstrations is not None:
-            overrides["rollout.max_turn_tokens"] = _DEMONSTRATED
     if settings.train.num_steps or settings.cold_start.num_examples:
         overrides["evaluation.at_start"] = False  # one at the end is enough
     return [format_override(key, value) for key, value in overrides.items() if before.get(key, ...) != value]

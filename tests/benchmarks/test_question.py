@@ -9,7 +9,7 @@ from benchmarks.learning_factbook import Plan, factbook_jobs
 from benchmarks.question import (
     main,
     make_plan,
-    origin_notes,
+    origin,
     outcome,
     read_question,
     seconds_table,
@@ -44,6 +44,26 @@ def write_questions(folder: Path, *, num_seeds: int = 10, method: str = "rapo") 
     return file
 
 
+def commit(folder: Path) -> str:
+    """Commit the questions, and return the name of the commit as runs record it."""
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    if (folder / "questions.toml").exists():
+        git("add", "questions.toml")
+    git("commit", "-q", "--allow-empty", "-m", "questions")
+    return git("rev-parse", "--short=8", "HEAD")
+
+
+def state_commit(out: Path, name: str) -> None:
+    for run in out.glob("*-[0-9]*"):
+        text = f'{{"text": "outrider 0.3.0 (commit {name}), torch"}}\n'
+        (run / "notes.jsonl").write_text(text)
+
+
 def play(records: Path, out: Path, runs: Runs) -> None:
     """Write what the jobs of the question would have written."""
     plan = make_plan(read_question(records, "Q"), out)
@@ -56,6 +76,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A question of ten seeds whose runs of two methods are finished."""
     folder = tmp_path_factory.mktemp("question")
     play(write_questions(folder), folder / "out", Runs())
+    state_commit(folder / "out", commit(folder))
     return folder
 
 
@@ -103,12 +124,14 @@ def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureF
 
 def test_fewer_than_ten_seeds_are_a_sketch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = result(folder, capsys, write_questions(folder, num_seeds=3))
-    assert status == 1 and "Sketch: 3 seeds" in text and "Verdict" not in text
+    assert status == 1 and "Verdict" not in text
+    for conclusion in ("against GRPO |", "same winner", "needs fewer"):
+        assert conclusion not in text
 
 
 def test_a_missing_seed_leaves_no_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = result(folder, capsys, write_questions(folder, num_seeds=11))
-    assert status == 1 and "So far, 10 of 11 seeds: no verdict" in text and "Verdict" not in text
+    assert status == 1 and "Verdict" not in text and "same winner" not in text
     assert (
         main(["Q", "--out", str(folder / "new"), "--verdict", "--records", str(write_questions(folder))]) == 1
     )
@@ -142,34 +165,43 @@ def test_seconds_are_listed_by_run_and_in_all(tmp_path: Path) -> None:
     )
 
 
-def test_a_question_written_after_its_runs_is_a_warning(tmp_path: Path) -> None:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-    git("init", "-q")
-    git("commit", "-q", "--allow-empty", "-m", "before")
-    before = git("rev-parse", "--short=8", "HEAD")
+def test_only_runs_of_one_clean_commit_with_the_question_have_a_verdict(tmp_path: Path) -> None:
+    before = commit(tmp_path)
     records = write_questions(tmp_path, num_seeds=1)
-    git("add", ".")
-    git("commit", "-q", "-m", "the question")
-    after = git("rev-parse", "--short=8", "HEAD")
+    after = commit(tmp_path)
     plan = make_plan(read_question(records, "Q"), tmp_path)
     pair = [method for method in plan.methods() if method.key in ("grpo", "rapo")]
-    for method in pair:
-        plan.folder(method, 0).mkdir()
+    for key in ("sft", "grpo", "rapo"):
+        (tmp_path / f"{key}-0").mkdir()
 
-    def notes(commit: str) -> str:
-        for method in pair:
-            file = plan.folder(method, 0) / "notes.jsonl"
-            file.write_text(f'{{"text": "outrider 0.3.0 (commit {commit}), torch"}}\n')
-        return "\n".join(origin_notes(plan, [0], pair, name="Q", records=records))
+    def problems(name: str, *, cold_start: str | None = None) -> str:
+        state_commit(tmp_path, name)
+        if cold_start:
+            state = (tmp_path / "sft-0" / "notes.jsonl").read_text().replace(name, cold_start)
+            (tmp_path / "sft-0" / "notes.jsonl").write_text(state)
+        return "\n".join(origin(plan, [0], pair, name="Q", records=records)[1])
 
-    assert notes(after) == f"commit of the runs: {after}"
-    assert f"warning: at commit {before}" in notes(before)
-    assert "changes that were not committed" in notes(f"{after}-dirty")
+    assert origin(plan, [0], pair, name="Q", records=records)[0] == ["unknown"]
+    assert problems(after) == ""
+    assert f"of commit {before} does not have this question" in problems(before)
+    assert "changes that were not committed" in problems(f"{after}-dirty")
+    assert "of 2 commits" in problems(after, cold_start=before)
+    assert "does not state its commit" in problems("")
     records.write_text(records.read_text().replace("It is.", "It is not."))
-    assert "did not have this question as it is now" in notes(after)
+    assert "does not have this question as it is now" in problems(after)
+
+
+def test_a_run_that_ended_before_its_budget_is_not_finished(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = folder / "out" / "rapo-9" / "metrics.jsonl"
+    lines = metrics.read_text()
+    try:
+        metrics.write_text("\n".join(lines.splitlines()[:-1]) + "\n")  # its last step is not recorded
+        status, text = result(folder, capsys)
+    finally:
+        metrics.write_text(lines)
+    assert status == 1 and "So far, 9 of 10 seeds" in text
 
 
 def test_runs_from_changed_code_are_refused(
@@ -184,14 +216,16 @@ def test_runs_from_changed_code_are_refused(
         str(write_questions(tmp_path, num_seeds=1)),
     ]
     assert main(arguments) == 2
-    assert "commit or stash the changes" in capsys.readouterr().err
+    assert "changes that are not committed" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*-0"))
     assert main([*arguments, "--status"]) == 0 and "waiting" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
-    [("num_seeds", "seeds", "Q.num_seeds: Field required"), ("written", "written =", "cannot be read"),
+    [("num_seeds", "seeds", "Q.num_seeds: Field required"),
+     ("levels", 'overrides = ["seed=3"]\nlevels', "seed=3 is set"),
+     ("written", "written =", "cannot be read"),
      ('"rapo"\nb', '"grpo"\nb', "must be two of methods"), ("[Q]", "[R]", "has no question Q; it has R")],
 )  # fmt: skip
 def test_malformed_questions_are_refused(tmp_path: Path, before: str, after: str, message: str) -> None:
