@@ -10,9 +10,12 @@ from outrider.config import load_settings
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings
 from outrider.training.setup import run_training
+from outrider.types import Origin
 from outrider.viewer.advantages import explain_advantages
 from outrider.viewer.answers import group_view
+from outrider.viewer.records import TraceRow, TraceWriter
 from tests.training.tool_run import write_tool_run
+from tests.viewer.made_up_runs import rollout, write_rollouts
 
 FORMULAS = {
     "grpo": "A = (R − mean) / std",
@@ -101,6 +104,19 @@ def test_advantages_that_do_not_follow_from_returns_have_no_equation() -> None:
     assert explained is not None and explained["formula"] == ""
     assert (explained["mean"], explained["rollouts"][0]["equation"]) == (0.5, "")
     assert "normalized over the step" in explained["notes"][0]
+
+
+def test_a_group_with_a_mean_of_zero_has_no_explanation(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('[algorithm]\nadvantage = "mean_normalized"\n', encoding="utf-8")
+    write_rollouts(
+        tmp_path, [rollout(1, 0, i, value, advantage=value) for i, value in enumerate((-1.0, 1.0))]
+    )
+    node = TraceRow(
+        step=1, task_key="task-0", trace_id="1/0", node_id=0, parent_id=-1, rollout=0,
+        origin=Origin.PROMPT, text="x",
+    )  # fmt: skip
+    TraceWriter(tmp_path / "traces").write(1, [node])
+    assert group_view(tmp_path, "step-000001", "1/0")["advantages"] is None
 
 
 def test_equal_returns_and_faults_have_no_equation() -> None:

@@ -89,6 +89,7 @@ def test_the_text_names_the_selection(tmp_path: Path) -> None:
 def test_faults_and_damaged_files_are_skipped(tmp_path: Path) -> None:
     rows = group(1, 0, [0.0], [1.0], kind="hybrid")
     rows.append(rollout(1, 0, 7, None, kind="hybrid", outcome=Outcome.TOOL_FAULT))
+    rows.append(rollout(1, 0, 8, math.nan, kind="hybrid"))
     write_rollouts(tmp_path, rows + group(2, 0, [0.0], [1.0], kind="hybrid"))
     (tmp_path / "rollouts" / "step-000002.parquet").write_bytes(b"PAR1")
     assert only(tmp_path).by_step == ((1, 1.0, 1),)

@@ -1,5 +1,6 @@
 """Known problems of runs: each planted one is found at several strengths, and runs that learn have none."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -120,9 +121,12 @@ PLANTED: list[tuple[str, dict[str, Curve]]] = [
     ("logprob_mismatch", constant("ratio/importance_ess_share", 0.2)),
     *(("entropy_collapse", {"entropy/token_mean": falls_to(end)}) for end in (0.03, 0.01, 0.0)),
     *(("entropy_collapse", FLAT | {"entropy/token_mean": falls_to(end)}) for end in (0.15, 0.01)),
-    *(("tool_calls_die_out", {"rollout/tool_calls_per_leaf": falls_to(end, 2.5)}) for end in (0.4, 0.1, 0.0)),
-    *(("truncation", constant("rollout/num_truncated_turns", share * NUM)) for share in (0.6, 0.75)),
-    *(("truncation", constant("rollout/num_truncated_tokens", share * NUM)) for share in (0.6, 0.75)),
+    *(
+        ("tool_calls_die_out", FLAT | {"rollout/tool_calls_per_leaf": falls_to(end, 2.5)})
+        for end in (0.4, 0.1, 0.0)
+    ),
+    *(("truncation", FLAT | constant("rollout/num_truncated_turns", share * NUM)) for share in (0.6, 0.75)),
+    *(("truncation", FLAT | constant("rollout/num_truncated_tokens", share * NUM)) for share in (0.6, 0.75)),
     *(("unread_memory", constant("tips/num_shown", shown, tips__num_turns_without=60)) for shown in (0, 1)),
     *(("unread_memory", constant("retrieval/num_inserted", inserted)) for inserted in (0, 0.3)),
     (
@@ -144,6 +148,64 @@ def test_a_planted_problem_is_found_and_no_other(
     assert kinds(write_metrics(tmp_path / "run", seed=seed, planted=planted)) == [kind]
 
 
+RISES: dict[str, Curve] = {"reward/mean": lambda t: 0.1 + 0.8 * t}
+NO_PROBLEM: Mapping[str, tuple[str, dict[str, Curve]]] = {
+    "fewer calls": ("", RISES | {"rollout/tool_calls_per_leaf": falls_to(0.2, 8.0)}),
+    "episodes of fixed length": ("", RISES | constant("rollout/num_truncated_turns", NUM)),
+    "no entropy": ("", FLAT | constant("entropy/token_mean", 0.0)),
+    "tips for the teacher": (
+        "",
+        constant("tips/num_shown", 0, tips__num_turns_without=0, distill__help_tokens=50),
+    ),
+    "distillation alone": (
+        "[algorithm.distill]\npolicy_weight = 0.0\n",
+        no_signal(1.0) | constant("distill/num_tokens", 900),
+    ),
+    "hybrids that ended early": (
+        "[algorithm]\ngroup_size = 8\nnum_hybrid = 8\n",
+        rising(*RETRIEVAL, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_PROBLEM)
+def test_a_healthy_exception_is_no_problem(tmp_path: Path, case: str) -> None:
+    config, planted = NO_PROBLEM[case]
+    run = write_metrics(tmp_path / "run", planted=planted)
+    with (run / "config.toml").open("a", encoding="utf-8") as stream:
+        stream.write(config)
+    assert kinds(run) == []
+
+
+def test_with_distillation_no_spread_stops_the_policy_gradient_only(tmp_path: Path) -> None:
+    run = write_metrics(tmp_path / "run", planted=no_signal(1.0) | constant("distill/num_tokens", 900))
+    [finding] = find_problems(run)
+    assert "give no policy gradient: " in finding.text
+
+
+@pytest.mark.parametrize(("num_solved", "expected"), [(20, []), (2, ["retrieval_crutch"])])
+def test_a_held_out_score_that_rises_excludes_a_crutch(
+    tmp_path: Path, num_solved: int, expected: list[str]
+) -> None:
+    run = write_metrics(tmp_path / "run", planted=rising(*RETRIEVAL, 0.0))
+    lines = [
+        {
+            "label": "test", "split": "test", "num_tasks": 30, "step": step, "temperature": 1.0,
+            "panel_hash": "x", "metric": {"score": {"value": num / 30, "ci_low": 0.0, "ci_high": 1.0}},
+            "task_scores": {str(i): float(i < num) for i in range(30)},
+        }
+        for step, num in ((0, 1), (24, num_solved))
+    ]  # fmt: skip
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert kinds(run) == expected
+    assert all("held-out score changes by" in finding.text for finding in find_problems(run))
+
+
+@pytest.mark.parametrize("name", ["fading.pack/runs/rapo-32-seed1", "search.pack/runs/rapo-32-float32"])
+def test_a_recorded_run_that_learns_without_retrieval_has_no_crutch(name: str) -> None:
+    assert kinds(DEMO.parents[1] / f"rapo-{name}") == []
+
+
 @pytest.mark.parametrize("template", [0.9, 1.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_turns_that_no_longer_depend_on_the_task_are_found(
@@ -153,6 +215,8 @@ def test_turns_that_no_longer_depend_on_the_task_are_found(
     write_traces(run, seed=seed, template=template)
     [finding] = find_problems(run)
     assert finding.kind == "template_collapse" and finding.steps == (5, 6)
+    write_metrics(run, seed=seed, planted={"reward/mean": lambda t: min(1.0, 2 * t)})
+    assert kinds(run) == []  # it has solved its tasks
 
 
 def test_turns_that_never_depended_on_the_task_are_no_collapse(tmp_path: Path) -> None:
@@ -216,7 +280,7 @@ def test_missing_and_damaged_files_are_skipped(tmp_path: Path, damage: str) -> N
 def test_why_prints_the_problems_and_what_to_check(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    planted: dict[str, Curve] = {"rollout/num_truncated_tokens": lambda t: 0.75 * NUM}
+    planted: dict[str, Curve] = FLAT | {"rollout/num_truncated_tokens": lambda t: 0.75 * NUM}
     bad, good = (
         write_metrics(tmp_path / name, planted=values) for name, values in (("bad", planted), ("good", {}))
     )

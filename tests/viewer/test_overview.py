@@ -9,9 +9,11 @@ import pytest
 
 from outrider.viewer import overview as module
 from outrider.viewer.overview import overview
+from outrider.viewer.records import TraceWriter
 from outrider.viewer.report import write_report
 from outrider.viewer.run_reader import read_run
 from outrider.viewer.search import RolloutIndex
+from tests.viewer.made_up_runs import rollout, write_rollouts
 from tests.viewer.planted_run import EFFECT, FINDINGS, write_planted_run
 from tests.viewer.synthetic_run import HOSTILE, write_run
 
@@ -127,6 +129,13 @@ def test_tool_calls_are_counted_by_status_and_old_runs_have_none(bad: str, tmp_p
     assert "search: error 96 of 192 calls." in answer(bad, "Which tool calls failed?")
     old = answer(page_of(write_run(tmp_path / "run", num_steps=4)), "Which tool calls failed?")
     assert "Not recorded for single calls. Whole run: " in old
+
+
+def test_refused_calls_are_not_a_share_of_executed_ones(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, [rollout(1, 0, 0, 0.0, num_calls=1, num_failed_calls=3)])
+    TraceWriter(tmp_path / "traces").write(1, [])
+    text = answer(page_of(tmp_path), "Which tool calls failed?")
+    assert "of all rollouts: 3 failed or refused, 1 executed." in text
 
 
 def test_findings_and_alarms_are_in_the_overview_and_in_the_report(

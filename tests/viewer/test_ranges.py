@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,36 @@ def test_what_ends_inside_is_not_listed(tmp_path: Path, name: str, values: list[
 
 def test_zero_is_outside_of_above_zero(tmp_path: Path) -> None:
     assert [entry.low for entry in out_of_range(run_data(tmp_path, "reward/std", [0.0, 0.0]))] == [0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("reward/std", 0.0), ("group/fraction_without_signal", 1.0)])
+def test_equal_returns_are_healthy_if_solved_or_if_only_distillation_trains(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    data = run_data(tmp_path, name, [value] * 2)
+    assert [entry.name for entry in out_of_range(data)] == [name]
+    solved = [{**record, "reward/success_rate": 0.95} for record in data.records]
+    assert out_of_range(replace(data, records=tuple(solved))) == []
+    assert bounds(name, {"algorithm.distill.policy_weight": "0.0"}) == (None, None)
+
+
+def test_the_bound_of_clipped_tokens_is_for_ratios_of_tokens() -> None:
+    for name in ("ratio/clip_fraction_low", "ratio/clip_fraction_high"):
+        assert bounds(name, {"algorithm.loss.type": "clip"}) == (None, 0.1)
+        assert bounds(name, {"algorithm.loss.type": "gspo"}) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("distill/gap_abs", 0.001),
+        ("tips/num_stored", 0.0),
+        ("retrieval/g_mean", -0.1),
+        ("retrieval/share_g_positive", 0.4),
+    ],
+)
+def test_values_of_runs_that_learn_are_inside(tmp_path: Path, name: str, value: float) -> None:
+    assert out_of_range(run_data(tmp_path, name, [value] * 2)) == []
 
 
 def test_a_bound_can_be_another_metric(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Final
 from outrider.metrics.metric import Metric, group
 
 _FLOAT32: Final = ("model.precision", "float32")
+_TOKEN_CLIP: Final = ("algorithm.loss.type", "clip")  # the bounds of whole rollouts cut far more
 
 # fmt: off
 UPDATE_METRICS: Final[tuple[Metric, ...]] = (
@@ -30,9 +31,9 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("min", "1", "smallest importance ratio", {"low": 0.1}, "gap/logprob_max"),
         ("max", "1", "largest importance ratio", {"high": 10}, "gap/logprob_max"),
         ("clip_fraction_low", "1", "share of trained tokens whose gradient the lower clip removed",
-         {"high": 0.1}, "learning rate, updates per batch"),
+         {"high": 0.1, "only_if": _TOKEN_CLIP}, "learning rate, updates per batch"),
         ("clip_fraction_high", "1", "share of trained tokens whose gradient the upper clip removed",
-         {"high": 0.1}, "learning rate, updates per batch"),
+         {"high": 0.1, "only_if": _TOKEN_CLIP}, "learning rate, updates per batch"),
         ("clip_fraction_dual", "1", "share of trained tokens whose gradient the dual clip removed",
          {"high": 0.02}, "ratio/max; stale rollouts"),
         ("importance_mean", "1", "mean weight that corrects engine log-probs to trainer log-probs", "near 1",
@@ -184,7 +185,7 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "goes to 0: from below if unhelped rollouts play, from above if helped ones do",
          "at least 0 although unhelped rollouts play: how the help is rendered"),
         ("gap_abs", "nats", "mean absolute gap of the tokens with help",
-         {"low": 0.05, "high": 1, "healthy": "falls"},
+         {"high": 1, "healthy": "falls"},
          "above 3: contexts too far apart; 0: the help has no effect"),
         ("share_rollouts", "1", "share of the rollouts that have help", {"low": 0.3},
          "distill/num_without_help_*"),
@@ -264,8 +265,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("num_written", "tips", "episodes that wrote a tip", "all episodes", "tips/num_empty"),
         ("num_empty", "tips", "episodes without a tip: empty, no room, or an engine fault", {"high": 0},
          "sample rollouts; model.context_length"),
-        ("num_stored", "tips", "records added, one for each different action of an episode", {"low": 0},
-         "tips/num_duplicates"),
+        ("num_stored", "tips", "records added, one for each different action of an episode",
+         "falls when the memory is full", "tips/num_duplicates"),
         ("num_duplicates", "tips", "records with the text of a stored one, or refused by the eviction rule",
          "any", "the tips"),
         ("memory_size", "tips", "records in the memory, all buffers", "up to the capacity of each",

@@ -141,8 +141,8 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     try:
         config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
         advantages = explain_advantages(config.get("algorithm", {}), group.to_pylist(), nodes)
-    except (OSError, ValueError, TypeError, AttributeError):  # of another version, or damaged
-        advantages = None
+    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError):
+        advantages = None  # of another version, damaged, or returns with a mean of 0
     view = {"where": stem, "trace_id": trace_id, "nodes": [_node(row) for row in nodes]}
     return view | {"rollouts": rollouts, "advantages": _clean(advantages)}
 

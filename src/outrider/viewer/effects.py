@@ -12,6 +12,7 @@ import pyarrow as pa
 from outrider.errors import DataError
 from outrider.rollout.evaluate import difference_interval
 from outrider.viewer.records import ROLLOUT_SCHEMA, ROLLOUTS, StepFiles, step_file
+from outrider.viewer.run_reader import finite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def effects(run: Path) -> list[Effect]:
             continue
         groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for row in rows:
-            if row["episode_return"] is not None:
+            if finite(row["episode_return"]) is not None:
                 is_forked = row["kind"] == "on-policy" and row["forked_from"] != row["rollout"]
                 kind = "forked" if is_forked else row["kind"]
                 groups.setdefault(row["trace_id"], {}).setdefault(kind, []).append(row)

@@ -4,13 +4,14 @@ Every detector compares the last steps with the first ones or with a fixed bound
 what recorded runs that learn do (``records/packs``), so that a finding is worth a look.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -20,6 +21,8 @@ import pyarrow as pa
 from outrider.errors import DataError
 from outrider.seeding import stream
 from outrider.types import Origin
+from outrider.viewer.evaluations import gain_of_main
+from outrider.viewer.ranges import has_policy_term
 from outrider.viewer.records import SCHEMA, StepFiles, step_file
 from outrider.viewer.run_reader import RunData, read_run
 
@@ -44,7 +47,7 @@ def find_problems(run: Path) -> list[Finding]:
         ("no_signal", _no_signal(data)),
         ("logprob_mismatch", _logprob_mismatch(data)),
         ("entropy_collapse", _entropy_collapse(data)),
-        ("template_collapse", _template_collapse(run)),
+        ("template_collapse", _template_collapse(run, data)),
         ("tool_calls_die_out", _tool_calls_die_out(data)),
         ("truncation", _truncation(data)),
         ("unread_memory", _unread(data, "tips/memory_size", "tips/num_shown", ["tips/num_turns_without"])),
@@ -101,6 +104,19 @@ def _span(curve: Curve) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
+def _return_rises(data: RunData) -> bool:
+    """Whether the mean return rises by more than its noise from step to step."""
+    if (ends := _ends(data, "reward/mean")) is None:
+        return False
+    noise = math.sqrt(sum(variance(value for _, value in part) / len(part) for part in ends))
+    return _mean(ends[1]) - _mean(ends[0]) > 2 * noise
+
+
+def _is_solved(data: RunData) -> bool:
+    returns, (low, high) = _ends(data, "reward/mean"), _return_range(data)
+    return returns is not None and low < high and _mean(returns[1]) >= low + _SOLVED * (high - low)
+
+
 def _return_range(data: RunData) -> tuple[float, float]:
     """Lowest and highest return of the run."""
     lows, highs = _curve(data, "reward/min"), _curve(data, "reward/max")
@@ -127,6 +143,9 @@ def _no_signal(data: RunData) -> Problem:
     fractions, num_groups = (_recent(data, f"group/{name}") for name in ("fraction_without_signal", "num"))
     if _total(num_groups) < _FEW or _mean(fractions) < _NO_SIGNAL:
         return None
+    is_distilled = _total(_recent(data, "distill/num_tokens")) > 0
+    if is_distilled and not has_policy_term(data.settings):
+        return None
     prefix, reasons = "group/num_without_signal_", ("no_spread", "singleton", "unscorable", "rejected")
     cause = max(reasons, key=lambda reason: _total(_recent(data, prefix + reason)))
     solved, num = _mean(_recent(data, "reward/success_rate")), _total(_recent(data, "rollout/num"))
@@ -139,9 +158,10 @@ def _no_signal(data: RunData) -> Problem:
     if cause == "all_right" and _mean(_curve(data, "group/fraction_without_signal")) < _NO_SIGNAL:
         return None  # the run has learned its tasks
     text, look_at = _CAUSES[cause]
+    gradient = "policy gradient" if is_distilled else "gradient"
     return (
         f"{_mean(fractions):.0%} of the {_total(num_groups):.0f} groups of {_span(fractions)} give no "
-        f"gradient: most of them {text}. {solved:.0%} of all rollouts solve their task.",
+        f"{gradient}: most of them {text}. {solved:.0%} of all rollouts solve their task.",
         [(step, value) for step, value in fractions if value >= _NO_SIGNAL],
         look_at,
     )
@@ -174,13 +194,9 @@ def _entropy_collapse(data: RunData) -> Problem:
     entropy, returns = _ends(data, "entropy/token_mean"), _ends(data, "reward/mean")
     if entropy is None or returns is None:
         return None
-    (before, after), (first, last), (low, high) = (
-        map(_mean, entropy),
-        map(_mean, returns),
-        _return_range(data),
-    )
-    is_solved = low < high and last >= low + _SOLVED * (high - low)
-    if is_solved or after > before * (_COLLAPSED_IN_VAIN if last <= first else _COLLAPSED):
+    (before, after), (first, last) = map(_mean, entropy), map(_mean, returns)
+    share = _COLLAPSED_IN_VAIN if last <= first else _COLLAPSED
+    if before <= 0 or after > before * share or _is_solved(data):
         return None
     return (
         f"The entropy per token falls from {_change(entropy)} nats, the mean return changes from "
@@ -198,6 +214,8 @@ def _tool_calls_die_out(data: RunData) -> Problem:
     calls = _ends(data, "rollout/tool_calls_per_leaf")
     if calls is None or _mean(calls[0]) < _FEW_CALLS or _mean(calls[1]) > _DIED_OUT * _mean(calls[0]):
         return None
+    if _return_rises(data):  # calls that are not needed, for example repeated ones
+        return None
     return (
         f"The executed tool calls per rollout fall from {_change(calls)}.",
         calls[1],
@@ -214,7 +232,7 @@ def _truncation(data: RunData) -> Problem:
     by_turns, by_tokens = (
         _total(_recent(data, f"rollout/num_truncated_{name}")) / num for name in ("turns", "tokens")
     )
-    if not rollouts or by_turns + by_tokens < _TRUNCATED:
+    if not rollouts or by_turns + by_tokens < _TRUNCATED or _return_rises(data):
         return None
     limit = "max_turns" if by_turns > by_tokens else "max_turn_tokens, rollout.max_response_tokens"
     return (
@@ -233,8 +251,9 @@ def _unread(data: RunData, size: str, found: str, missed: Sequence[str]) -> Prob
     misses = {name: _total(_recent(data, name)) for name in missed}
     num = hits + sum(misses.values())
     has_faded = num < _FEW and data.settings.get("algorithm.retrieval.schedule") in ("linear", "cosine")
+    is_only_help = num == 0 and _total(_recent(data, "distill/help_tokens")) > 0  # only the teacher reads
     is_empty = len(sizes) < _MIN_WINDOW or min(value for _, value in sizes) <= 0
-    if is_empty or has_faded or hits > _UNREAD * num or 0 < num < _FEW:
+    if is_empty or is_only_help or has_faded or hits > _UNREAD * num or 0 < num < _FEW:
         return None
     counts = ", ".join(f"{name} = {count:.0f}" for name, count in {found: hits, **misses}.items())
     return (
@@ -255,7 +274,15 @@ def _crutch(data: RunData, helped: str, alone: str) -> Problem:
     rise, rise_alone = (_mean(ends[1]) - _mean(ends[0]) for ends in (with_help, without_help))
     if rise < _RISE * ((high - low) or 1.0) or rise_alone >= _FOLLOWS * rise:
         return None
+    keys = ("algorithm.num_hybrid", "algorithm.retrieval.num_hybrid")
+    num_hybrid = next((data.settings[key] for key in keys if key in data.settings), "0")
+    # if all rollouts are hybrid, the ones without retrieval are those that ended before it
+    is_selected = num_hybrid != "0" and num_hybrid == data.settings.get("algorithm.group_size")
+    gain = gain_of_main(data)  # evaluations have no help
+    if is_selected if gain is None else gain.ci_low > 0:
+        return None
     text = f"{helped} rises from {_change(with_help)}, {alone} only from {_change(without_help)}."
+    text += f" The held-out score changes by {gain}." if gain else ""
     return text, with_help[1], "algorithm.retrieval.final_probability, algorithm.off_policy_probability"
 
 
@@ -271,7 +298,9 @@ _LOST: Final = 0.25  # share of this excess that remains; policies that learn th
 _COLUMNS: Final = pa.schema([SCHEMA.field(name) for name in ("task_key", "rollout", "origin", "text")])
 
 
-def _template_collapse(run: Path) -> Problem:
+def _template_collapse(run: Path, data: RunData) -> Problem:
+    if _is_solved(data):
+        return None
     files = StepFiles(run / "traces")
     steps = files.steps()
     size = min(_WINDOW, len(steps) // 3)

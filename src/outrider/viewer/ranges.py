@@ -8,6 +8,8 @@ from outrider.metrics import Metric, UndeclaredMetric, declared_metric
 from outrider.viewer.run_reader import RunData, finite
 
 _STREAK: Final = 5  # consecutive values that make an alarm: one step of few rollouts is noise
+_SOLVED: Final = 0.9  # success rate from which equal returns are no problem
+_OF_SPREAD: Final = ("reward/std", "group/fraction_without_signal")
 _SELDOM: Final = 0.2  # earlier steps outside per step inside: a metric around its bound leaves nothing
 
 
@@ -92,6 +94,11 @@ class RangeWatch:
         return lines
 
 
+def has_policy_term(settings: Mapping[str, str]) -> bool:
+    """Whether rollouts with help of a self-distillation, if there is one, have a policy gradient."""
+    return settings.get("algorithm.distill.policy_weight") not in ("0", "0.0")
+
+
 def _step(record: Mapping[str, Any]) -> int:
     return int(record["step"])
 
@@ -104,7 +111,8 @@ def _bounded(name: str, settings: Mapping[str, str]) -> Metric | None:
         return None
     has_bound = (metric.low, metric.high, metric.at_least, metric.at_most) != (None,) * 4
     applies = metric.only_if is None or settings.get(metric.only_if[0]) == metric.only_if[1]
-    return metric if has_bound and applies else None
+    needs_spread = name in _OF_SPREAD and not has_policy_term(settings)
+    return metric if has_bound and applies and not needs_spread else None
 
 
 def _limits(metric: Metric, record: Mapping[str, Any]) -> tuple[float | None, float | None]:
@@ -118,5 +126,7 @@ def _limits(metric: Metric, record: Mapping[str, Any]) -> tuple[float | None, fl
 
 
 def _is_outside(metric: Metric, name: str, record: Mapping[str, Any]) -> bool:
+    if name in _OF_SPREAD and (finite(record.get("reward/success_rate")) or 0.0) >= _SOLVED:
+        return False
     value, (low, high) = float(record[name]), _limits(metric, record)
     return (low is not None and value < low) or (high is not None and value > high) or value == metric.low
