@@ -273,7 +273,8 @@ def test_a_record_with_a_wrong_value_is_an_invalid_result(fields: dict[str, Any]
 
 
 def test_the_seconds_of_a_record_are_a_finite_float_or_unknown() -> None:
-    calls: Any = tuple(CallRecord(name="x", seconds=value) for value in (Fraction(1, 2), math.nan, None))
+    seconds: tuple[Any, ...] = (Fraction(1, 2), math.nan, None)
+    calls = tuple(CallRecord(name="x", seconds=value) for value in seconds)
     result = open_episode(Fake(lambda number, text: replace(say("a"), tool_calls=calls))).act("x")
     assert [call.seconds for call in result.tool_calls] == [0.5, None, None]
 
