@@ -40,7 +40,11 @@ class ToolFault(OutriderError):
 
 
 class EnvironmentFault(OutriderError):
-    """A simulator died or stalled. Retried with a fresh environment, then masked; never a reward."""
+    """A simulator died or stalled. Retried with a fresh environment, then masked; never a reward.
+    ``tool_calls`` as in :class:`ToolFault`.
+    """
+
+    tool_calls: tuple[Any, ...] = ()
 
 
 class InvalidResult(OutriderError):

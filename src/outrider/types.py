@@ -114,8 +114,10 @@ def shorten(text: str, max_chars: int) -> str:
     """Cut a text to ``max_chars`` characters, with a mark at the end. Single surrogates, which files cannot
     contain, become escape sequences.
     """
-    text = text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
-    return text if is_text(text) else text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = text[: max_chars + 1]
+    if not is_text(text):  # before the cut, because an escape sequence is longer
+        text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 def is_text(text: str) -> bool:

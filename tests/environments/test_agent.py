@@ -104,7 +104,8 @@ def test_with_failed_return_it_is_an_episode() -> None:
     for name, leaf in leaves(report).items():
         if name in ("dying", "raising", "hanging"):
             assert finished(leaf, -0.5) and not leaf.success and leaf.metrics["num_failed"] == 1
-            assert leaf.grade["reason"].startswith("the program failed: ")
+            cause = {"dying": "it was ended by signal 9", "raising": "RuntimeError"}.get(name, FAILURES[name])
+            assert leaf.grade["reason"].removeprefix("the program failed: ") in (cause, f"it took {cause}")
         else:
             assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and FAILURES[name] in leaf.detail
 
@@ -146,6 +147,21 @@ def test_no_program_ends_another_one(tmp_path: Path) -> None:
 def test_a_report_that_the_program_wrote_itself(text: str) -> None:
     failure = read_exit(Report(status=3, result=text, tail="a\nlast words\n"))
     assert getattr(failure, "problem", "") == "it ended with status 3 (last words)"
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (None, "it ended with status 1"),
+        ({"error": "FileNotFoundError: '/home/me/key'"}, "FileNotFoundError"),
+        ({"failed": "/home/me/run.sh ended with status 3"}, "it ended with status 3"),
+        ({"failed": "/home/me/run.sh cannot be started: no such file"}, "its command failed"),
+        ({"value": None}, "it ended without a reward"),
+    ],
+)
+def test_the_cause_of_a_failure_has_no_text_of_the_program(result: object, cause: str) -> None:
+    tail = "FileNotFoundError: No such file: '/home/me/key'"
+    assert getattr(read_exit(Report(status=1, result=json.dumps(result), tail=tail)), "cause", "") == cause
 
 
 REWARDS: dict[str, float | str] = {  # expressions: the return, or why it is no reward
@@ -264,6 +280,21 @@ def test_ids_of_calls() -> None:
         look = ToolCall(name="look")  # as a server parses it
         result = environment.step(Message(role="assistant", content="", tool_calls=(look, look)))
         assert result.done and environment.result().episode_return == 2
+        assert [(call.name, call.status) for call in result.tool_calls] == [("look", "ok")] * 2
+    finally:
+        environment.close()
+
+
+def test_the_calls_of_the_last_turn_of_a_program_that_fails_are_failed() -> None:
+    environment = shared_factory(tool_calls="hermes", failed_return=-1.0)(task("raising"))
+    try:
+        environment.reset(0)
+        turn = Message(
+            role="assistant", content="", tool_calls=(ToolCall(name="look"),), problems=("no JSON",)
+        )
+        result = environment.step(turn)
+        assert result.done
+        assert [(call.name, call.status) for call in result.tool_calls] == [("look", "error"), ("", "error")]
     finally:
         environment.close()
 

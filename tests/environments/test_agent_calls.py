@@ -121,6 +121,8 @@ def test_a_program_that_takes_a_single_call_gets_several_as_text() -> None:
     [(leaf, path)] = trace.rollouts()
     assert finished(leaf) and len(split_contexts(path)) == 1
     assert [node.metadata["invalid"] for node in turns_of(path)] == [True, False, False]
+    records = [(call.name, call.status) for node in path for call in node.tool_calls]
+    assert records == [("", "error"), ("look", "ok")]
     environment = shared_factory(tool_calls="hermes")(task("one_call"))
     try:
         environment.reset(0)

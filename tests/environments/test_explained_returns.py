@@ -2,9 +2,12 @@
 reports for the records.
 """
 
+import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -126,12 +129,10 @@ def test_the_reward_of_a_program_may_come_with_its_explanation() -> None:
     reward = read_reward(
         {"reward": 1, "answer": 42, "targets": 43, "reward_parts": {"unit": 0.5}, "reason": "near"}
     )
-    assert reward.grade == {
-        "answer": "42", "targets": ["43"], "reward_parts": {"unit": 0.5}, "reason": "near"
+    assert EpisodeResult(episode_return=1, success=True, **reward.grade).to_grade() == {
+        "answer": "42", "targets": '["43"]', "reward_parts": '{"unit": 0.5}', "reason": "near"
     }  # fmt: skip
     assert read_reward(1.0).grade == {} == read_reward({"reward": 1}).grade
-    with pytest.raises(InvalidResult, match="reward_parts"):
-        read_reward({"reward": 1, "reward_parts": [1]})
 
 
 def test_the_rewards_of_verifiers_are_parts_of_the_return() -> None:
@@ -142,21 +143,47 @@ def test_the_rewards_of_verifiers_are_parts_of_the_return() -> None:
     assert read_reward(value).grade == {"reward_parts": {"exact": 1.0, "length": -0.25}}
 
 
-def test_what_an_environment_explains_is_checked_and_cut() -> None:
-    def explained(**fields: Any) -> EpisodeResult:
-        result = EpisodeResult(episode_return=1, success=True, **fields)
-        environment: Any = SimpleNamespace(result=lambda: result)
-        return open_episode(environment).result()
+def explained(**fields: Any) -> EpisodeResult:
+    result = EpisodeResult(episode_return=1, success=True, **fields)
+    environment: Any = SimpleNamespace(result=lambda: result)
+    return open_episode(environment).result()
 
+
+def test_what_an_environment_explains_is_cut() -> None:
     texts = {"targets": ["a" * 999] * 99, "answer": "b" * 999, "reason": "c\n d"}
     grade = explained(**texts, reward_parts={"x": 1}).to_grade()
     assert grade["reason"] == "c d" and grade["reward_parts"] == '{"x": 1.0}'
     assert len(grade["answer"]) == 300 and grade["answer"].endswith("...") and len(grade["targets"]) < 7000
     assert explained().to_grade() == {}
     assert explained(answer=5).to_grade() == {"answer": "5"}
-    for wrong in ({"targets": "Paris"}, {"targets": [5]}, {"reward_parts": {"x": "y"}}):
-        with pytest.raises(InvalidResult):
-            explained(**wrong)
+    odd = "\udcff" * 1000
+    parts: dict[str, float] = {"k" * 1000: 1.0} | {f"part {number}": 0.5 for number in range(500)}
+    grade = explained(answer=odd, reason=odd, targets=[odd], reward_parts=parts).to_grade()
+    assert len(grade["answer"]) == len(grade["reason"]) == 300 == len(json.loads(grade["targets"])[0])
+    assert len(json.loads(grade["reward_parts"])) == 20 and len(grade["reward_parts"]) < 2000
+    assert len(CallRecord(name="x", arguments=odd).arguments) == 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "column"),
+    [
+        ({"targets": "Paris"}, '["Paris"]'),
+        ({"targets": 5}, '["5"]'),
+        ({"targets": (5, "Rome")}, '["5", "Rome"]'),
+        (
+            {"reward_parts": {"a": math.nan, "b": "good", "c": None, "d": 10**400, "e": True, "f": 0.5}},
+            '{"e": 1.0, "f": 0.5}',
+        ),
+        ({"reward_parts": ["a"]}, None),
+        ({"reward_parts": "good"}, None),
+    ],
+)
+def test_what_only_explains_a_return_never_costs_the_rollout(
+    fields: dict[str, Any], column: str | None
+) -> None:
+    expected = {} if column is None else {next(iter(fields)): column}
+    assert explained(**fields).to_grade() == expected
+    assert explained(**read_reward({"reward": 1.0, **fields}).grade).to_grade() == expected
 
 
 # Tool calls
@@ -233,6 +260,23 @@ def test_a_search_server_without_hits_is_empty_and_one_that_is_slow_is_a_timeout
             assert raised.value.tool_calls == (CallRecord(name="search", arguments="red", status=status),)  # type: ignore[arg-type]
         assert held.hold is not None
         held.hold.set()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [({"status": "failed"}, "status of a CallRecord"), ({"seconds": "0.5"}, "seconds of a CallRecord")],
+)
+def test_a_record_with_a_wrong_value_is_an_invalid_result(fields: dict[str, Any], problem: str) -> None:
+    wrong = CallRecord(name="x", **fields)
+    with pytest.raises(InvalidResult, match=problem):
+        open_episode(Fake(lambda number, text: replace(say("a"), tool_calls=(wrong,)))).act("x")
+
+
+def test_the_seconds_of_a_record_are_a_finite_float_or_unknown() -> None:
+    seconds: tuple[Any, ...] = (Fraction(1, 2), math.nan, None)
+    calls = tuple(CallRecord(name="x", seconds=value) for value in seconds)
+    result = open_episode(Fake(lambda number, text: replace(say("a"), tool_calls=calls))).act("x")
+    assert [call.seconds for call in result.tool_calls] == [0.5, None, None]
 
 
 def records(result: StepResult) -> list[tuple[str, str, str]]:
@@ -315,6 +359,26 @@ def test_an_environment_that_records_nothing_gets_the_records_that_its_flags_imp
     assert records(act("call")) == [("weather", "", status)]
     result = say("moved")
     assert act("no call").tool_calls == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "statuses"),
+    [
+        ({}, ("ok", "ok", "error")),
+        ({"tools": ("a",), "num_tool_calls": 1}, ("ok", "refused", "error")),
+        ({"tools": ("a",), "num_tool_calls": 1, "invalid": True}, ("ok", "refused", "error")),
+        ({"invalid": True}, ("error", "error", "error")),
+        ({"invalid": True, "done": True}, ("error", "error", "error")),
+        ({"refused": True}, ("refused", "refused", "error")),
+    ],
+)
+def test_native_calls_that_did_not_run_are_not_ok(flags: dict[str, Any], statuses: tuple[str, ...]) -> None:
+    calls = (ToolCall(name="a", arguments={"x": 1}), ToolCall(name="b"))
+    turn = Message(role="assistant", content="", tool_calls=calls, problems=("no JSON",))
+    result = StepResult(message=Message(role="tool", content="rain"), **flags)
+    found = records(open_episode(Fake(lambda number, text: result)).act("x", turn))
+    expected = [("a", '{"x": 1}'), ("b", "{}"), ("", "no JSON")]
+    assert found == [(*call, status) for call, status in zip(expected, statuses, strict=True)]
 
 
 def test_a_replay_may_take_another_time_but_not_end_with_another_status() -> None:

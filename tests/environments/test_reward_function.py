@@ -39,6 +39,10 @@ def short(solution_str, ground_truth):
     return len(solution_str)
 
 
+def huge(solution_str, ground_truth):
+    return {"score": 1.0, "product": 10**400, "size": 3, "note": "good"}
+
+
 def needs_ids(completions, completion_ids):
     return [1.0]
 
@@ -216,6 +220,11 @@ def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_pat
 def test_a_wrong_result_names_the_function(name: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         RewardFunction(f"my_rewards:{name}").score(Task(key="a", question="q"), "text")
+
+
+def test_another_value_beside_the_score_is_no_error(rewards: Any) -> None:
+    score = RewardFunction("my_rewards:huge").score(Task(key="a", question="q"), "text")
+    assert score == (1.0, {"size": 3.0})
 
 
 def test_what_has_no_effect_or_no_path_is_refused() -> None:

@@ -2,17 +2,23 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ToolFault
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook
+from outrider.rollout.settings import Limits
+from outrider.tokens import ChatRenderer
+from outrider.tools.base import ToolOutput, recorded_call
 from outrider.trace import Trace
 from outrider.training.async_rollouts import group_to_dict, read_group
 from outrider.training.step_records import trace_rows
-from outrider.types import CallRecord, Origin, Outcome, Task
+from outrider.types import CallRecord, Origin, Outcome, Task, ToolSchema
 from outrider.viewer.records import RolloutWriter, TraceReader, TraceWriter, parse_metadata, read_rollouts
 from tests.rollout.fakes import END, TOKENIZER, Factory, Fake, say, scheduler, scripted
 
@@ -58,6 +64,57 @@ def test_records_are_at_the_observation_and_at_a_turn_that_ended_the_episode_or_
     calls = [(node.origin, node.tool_calls) for node in trace.nodes if node.tool_calls]
     policy = Origin.POLICY
     assert calls == [(Origin.ENVIRONMENT, (FOUND,)), (policy, (REFUSED,)), (policy, (BROKEN,))]
+
+
+def hang(text: str) -> ToolOutput:
+    time.sleep(0.6)
+    return ToolOutput(text="late")
+
+
+def crash(text: str) -> ToolOutput:
+    raise ValueError("bug")
+
+
+@dataclass(slots=True)
+class Native(Fake):
+    """An environment with native calls that runs no tool of ours."""
+
+    call_format: str = "hermes"
+    tool_schemas: tuple[ToolSchema, ...] = ({"name": "search", "parameters": {"type": "object"}},)
+
+
+@pytest.mark.parametrize(("run", "status"), [(hang, "timeout"), (crash, "error")])
+@pytest.mark.parametrize("kind", ["tool", "native", "attempt"])
+def test_the_calls_of_a_step_that_times_out_or_raises_are_failed(
+    run: Callable[[str], ToolOutput], status: str, kind: str
+) -> None:
+    class Retrieval(Hook):
+        def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+            return [Attempt(action="again", then=lambda result: None)] if state.turn == 1 else []
+
+    def step(number: int, text: str) -> StepResult:
+        if kind == "attempt" and number == 0:
+            return say(" go on")
+        if kind == "native":
+            return say(run(text).text)
+        output, call = recorded_call(lambda: run(text), "search", "tower")
+        return replace(say(output.text), tool_calls=(call,))
+
+    text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>' if kind == "native" else "go."
+    player = scheduler(
+        scripted(lambda request, turn: text),
+        Factory(lambda task, number: (Native if kind == "native" else Fake)(step)),
+        limits=Limits(step_timeout_s=0.3 if run is hang else 60),
+        hooks=[Retrieval()] if kind == "attempt" else [],
+        max_retries=0,
+    )
+    player.renderer = ChatRenderer(TOKENIZER, call_format="hermes")
+    [trace] = player.run([TASK], modes=("plain",), training_step=0).traces
+    [row] = trace_rows([trace], step=1, tokenizer=TOKENIZER).rollouts
+    assert (row.outcome, row.num_failed_calls) == (Outcome.ENVIRONMENT_FAULT, 1)
+    [(origin, [call])] = [(node.origin, node.tool_calls) for node in trace.nodes if node.tool_calls]
+    assert origin is (Origin.ENVIRONMENT if kind == "attempt" else Origin.POLICY)
+    assert (call.name, call.status) == ("search", status)
 
 
 def test_a_checkpoint_keeps_the_records_of_calls_and_of_the_return(trace: Trace) -> None:

@@ -9,10 +9,12 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from functools import partial
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import (
@@ -49,7 +51,7 @@ from outrider.plugins.registry import Section, build, resolve
 from outrider.suggestions import did_you_mean
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.tokens.tool_calls import call_id
-from outrider.tools.base import CallBudget
+from outrider.tools.base import CallBudget, is_timeout
 from outrider.types import CallRecord, CallStatus, Message, Role, Step, Task, ToolCall, ToolSchema, shorten
 
 # Validation of values that user code returns (rewards, success flags, metrics) and conversion to Python's
@@ -248,7 +250,8 @@ class EpisodeResult:
         reward_parts: the numbers that the return consists of, by name, for example correctness and penalties.
         reason: why the return is what it is, in one line.
 
-    The last four are only recorded; None means that the environment does not know them.
+    The last four are only recorded; None means that the environment does not know them. Values of another
+    type are converted or left out and never invalidate the episode.
     """
 
     episode_return: float
@@ -270,19 +273,33 @@ class EpisodeResult:
         }
         if self.targets is not None:
             columns["targets"] = targets_json(self.targets)
-        if self.reward_parts is not None:
-            columns["reward_parts"] = json.dumps(dict(self.reward_parts))
+        if isinstance(self.reward_parts, Mapping):
+            parts = list(finite_numbers(self.reward_parts).items())[:_MAX_PARTS]
+            columns["reward_parts"] = json.dumps({shorten(name, _MAX_CHARS): part for name, part in parts})
         return columns
 
 
 _MAX_ANSWER_CHARS: Final = 300
 _MAX_TARGETS: Final = 20
+_MAX_PARTS: Final = 20
 
 
-def targets_json(targets: Sequence[str]) -> str:
-    """Format accepted answers as a JSON list for the records: the first ones, each of them cut."""
-    texts = [shorten(str(target), _MAX_ANSWER_CHARS) for target in targets[:_MAX_TARGETS]]
-    return json.dumps(texts, ensure_ascii=False)
+def targets_json(targets: object) -> str:
+    """Format accepted answers as a JSON list for the records: the first ones, each of them cut. A single
+    value is one answer.
+    """
+    is_single = isinstance(targets, str | Mapping) or not isinstance(targets, Iterable)
+    answers = [targets] if is_single else islice(cast(Iterable[object], targets), _MAX_TARGETS)
+    return json.dumps([shorten(str(answer), _MAX_ANSWER_CHARS) for answer in answers], ensure_ascii=False)
+
+
+def finite_numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Select the finite numbers of a mapping that is only recorded, so that no other value is an error."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        with suppress(InvalidResult, NonFiniteResult):
+            numbers[str(name)] = as_float(value, "")
+    return numbers
 
 
 _T = TypeVar("_T")
@@ -635,8 +652,6 @@ class Episode:
             episode_return=as_float(record.episode_return, "episode_return"),
             success=as_bool(record.success, "success"),
             metrics=as_metrics(record.metrics),
-            targets=None if record.targets is None else as_names(record.targets, "targets"),
-            reward_parts=None if record.reward_parts is None else as_metrics(record.reward_parts),
         )
 
     # Forks
@@ -804,8 +819,28 @@ def _converted(result: object, method: str) -> StepResult:
         truncated=as_bool(result.truncated, "truncated"),
         num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
         tools=as_names(result.tools),
-        tool_calls=_as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord"),
+        tool_calls=tuple(
+            _as_record(call)
+            for call in _as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord")
+        ),
     )
+
+
+def _as_record(call: CallRecord) -> CallRecord:
+    if call.status not in _STATUSES:
+        raise InvalidResult(
+            f"the status of a CallRecord is {describe(call.status)}, none of {', '.join(_STATUSES)}"
+        )
+    try:
+        seconds = (
+            None if call.seconds is None else as_float(call.seconds, "the field seconds of a CallRecord")
+        )
+    except NonFiniteResult:
+        seconds = None
+    return replace(call, seconds=seconds)
+
+
+_STATUSES: Final = get_args(CallStatus)
 
 
 def _implied_calls(turn: Message, result: StepResult, seconds: float) -> tuple[CallRecord, ...]:
@@ -813,13 +848,30 @@ def _implied_calls(turn: Message, result: StepResult, seconds: float) -> tuple[C
     of the whole step, which is that of a single call.
     """
     status: CallStatus = "ok" if result.done or result.text.strip() else "empty"
-    if result.refused or (result.invalid and not turn.problems):
-        status = "refused" if result.refused else "error"
+    if result.refused:
+        status = "refused"
+    elif result.invalid and not (turn.problems and result.tools):
+        status = "error"
     calls = [(call.name, call.arguments_text) for call in turn.tool_calls]
     calls = calls or [(name, "") for name in result.tools]
+    num_executed = len(result.tools) or len(calls)  # without names, the flags are for all calls
     time_s = seconds if len(calls) == 1 else None
-    records = (CallRecord(name=name, arguments=text, status=status, seconds=time_s) for name, text in calls)
+    records = (
+        CallRecord(
+            name=name, arguments=text, status=status if number < num_executed else "refused", seconds=time_s
+        )
+        for number, (name, text) in enumerate(calls)
+    )
     return (*records, *unparsed_calls(turn.problems))
+
+
+def failed_calls(turn: Message, fault: ToolFault | EnvironmentFault) -> tuple[CallRecord, ...]:
+    """Records of the native calls of a turn whose step ended with a fault."""
+    status: CallStatus = "timeout" if is_timeout(fault) else "error"
+    calls = (
+        CallRecord(name=call.name, arguments=call.arguments_text, status=status) for call in turn.tool_calls
+    )
+    return (*calls, *unparsed_calls(turn.problems))
 
 
 def unparsed_calls(problems: Sequence[str]) -> tuple[CallRecord, ...]:

@@ -21,6 +21,7 @@ from outrider.environments.base import (
     Episode,
     EpisodeResult,
     StepResult,
+    failed_calls,
     open_episode,
 )
 from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
@@ -291,9 +292,8 @@ class EpisodeRunner:
         """Step the environment with the turn of the last node, and append the observation."""
         try:
             result = await self._act(state, text, turn)
-        except ToolFault as fault:
-            if state.last_node.trainable:  # a demonstrator's turn may belong to several rollouts
-                state.last_node.tool_calls = fault.tool_calls
+        except (ToolFault, EnvironmentFault) as fault:
+            _record_failed_calls(state, turn, fault)
             raise
         state.last_result = result
         state.last_node.reward = result.reward
@@ -391,7 +391,11 @@ class EpisodeRunner:
         """
         before = state.last_node
         action = state.episode.convert(attempt.action)
-        result = await self._act(state, action)
+        try:
+            result = await self._act(state, action)
+        except (ToolFault, EnvironmentFault) as fault:
+            _record_failed_calls(state, state.episode.read(action), fault)
+            raise
         splice = attempt.then(result)
         if splice is not None:
             self._splice(state, splice, room=1)
@@ -574,6 +578,15 @@ class EpisodeRunner:
 
     async def _run_guarded(self, call: Callable[..., ResultT], *arguments: object) -> ResultT:
         return await run_guarded(call, *arguments, timeout_s=self.limits.step_timeout_s)
+
+
+def _record_failed_calls(state: EpisodeState, turn: Message, fault: ToolFault | EnvironmentFault) -> None:
+    """Record the calls of a step that a fault ended at the last node, unless other rollouts share it, as
+    they may a prompt or a demonstrator's turn.
+    """
+    node = state.last_node
+    if node.metadata.get("rollout") == state.rollout:
+        node.tool_calls = (*node.tool_calls, *(fault.tool_calls or failed_calls(turn, fault)))
 
 
 def _append_prompt(

@@ -176,11 +176,13 @@ async def run_guarded(call: Callable[..., ResultT], *arguments: object, timeout_
         while not future.done() and (left := clock.seconds_left()) > 0:
             await asyncio.wait({future}, timeout=max(left, _TICK))
         if not future.done():
-            raise EnvironmentFault(f"no answer within {timeout_s:g} s")
+            fault = EnvironmentFault(f"no answer within {timeout_s:g} s")
+            fault.tool_calls = tuple(clock.tool_calls)
+            raise fault from TimeoutError()
     finally:
         if not future.done():
             clock.abandon()
-    return _unwrap(future.result())
+    return _unwrap(future.result(), clock)
 
 
 def run_timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float) -> ResultT:
@@ -203,7 +205,7 @@ def run_timed(call: Callable[..., ResultT], *arguments: object, timeout_s: float
             clock.abandon()
     if outcome is None:
         raise EnvironmentFault(f"no answer within {timeout_s:g} s")
-    return _unwrap(outcome)
+    return _unwrap(outcome, clock)
 
 
 def _run_call(call: Callable[..., ResultT], *arguments: object) -> _Outcome[ResultT]:
@@ -213,12 +215,14 @@ def _run_call(call: Callable[..., ResultT], *arguments: object) -> _Outcome[Resu
         return None, error
 
 
-def _unwrap(outcome: _Outcome[ResultT]) -> ResultT:
+def _unwrap(outcome: _Outcome[ResultT], clock: CallClock) -> ResultT:
     result, error = outcome
     if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
         raise error
     if error is not None:
-        raise EnvironmentFault(f"{type(error).__name__}: {error}") from error
+        fault = EnvironmentFault(f"{type(error).__name__}: {error}")
+        fault.tool_calls = tuple(clock.tool_calls)
+        raise fault from error
     return result  # type: ignore[return-value]  # without an error there is a result
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
@@ -267,23 +267,34 @@ def recorded_call(run: Callable[[], ToolOutput], name: str, arguments: str) -> t
     """Execute a call of the tool ``name``, and return its output and its record.
 
     A ToolFault is raised again with the record. It is a new one, because calls that wait for the same result
-    share the exception.
+    share the exception. For a time-out of the step and for other exceptions, the clock of the step has the
+    record (:attr:`CallClock.tool_calls`).
     """
+    clock: CallClock | None = getattr(_THREAD, "clock", None)
+    tool_calls = [] if clock is None else clock.tool_calls
+    record = CallRecord(name=name, arguments=arguments, status="timeout")
+    tool_calls.append(record)  # replaced at the end of the call, unless the step's limit is reached before
     start = time.perf_counter()
+
+    def ended(status: CallStatus) -> CallRecord:
+        tool_calls[-1] = replace(record, status=status, seconds=round(time.perf_counter() - start, 3))
+        return tool_calls[-1]
+
     try:
         output = run()
     except ToolFault as fault:
-        status: CallStatus = "timeout" if _is_timeout(fault) else "error"
-        seconds = round(time.perf_counter() - start, 3)
         error = ToolFault(str(fault))
-        error.tool_calls = (CallRecord(name=name, arguments=arguments, status=status, seconds=seconds),)
+        error.tool_calls = (ended("timeout" if is_timeout(fault) else "error"),)
         raise error from fault
-    seconds = round(time.perf_counter() - start, 3)
-    return output, CallRecord(name=name, arguments=arguments, status=output.call_status, seconds=seconds)
+    except BaseException:
+        ended("error")
+        raise
+    return output, ended(output.call_status)
 
 
-def _is_timeout(error: BaseException | None) -> bool:
-    return error is not None and (isinstance(error, TimeoutError) or _is_timeout(error.__cause__))
+def is_timeout(error: BaseException | None) -> bool:
+    """Whether a time-out is the error or its cause."""
+    return error is not None and (isinstance(error, TimeoutError) or is_timeout(error.__cause__))
 
 
 def argument_name(tool: Tool) -> str:
@@ -326,9 +337,12 @@ class CallClock:
 
     The clock is paused while the call waits for calls of other episodes, and during work with its own
     limit (grading, code in the sandbox). Otherwise a slow call of one rollout would cause a fault in another.
+
+    ``tool_calls`` are the records of the tool calls that were started, for a call that fails.
     """
 
     def __init__(self, limit_s: float) -> None:
+        self.tool_calls: list[CallRecord] = []
         self._lock = threading.Lock()
         self._left_s = limit_s
         self._num_pauses = 0

@@ -21,7 +21,13 @@ from outrider.environments.agent.session import (
     Session,
     read_reward,
 )
-from outrider.environments.base import EnvironmentSettings, EpisodeResult, ExternalEpisode, StepResult
+from outrider.environments.base import (
+    EnvironmentSettings,
+    EpisodeResult,
+    ExternalEpisode,
+    StepResult,
+    unparsed_calls,
+)
 from outrider.environments.conversations import (
     Conversation,
     ExternalAgent,
@@ -29,6 +35,7 @@ from outrider.environments.conversations import (
     SampledTurn,
     ServedTurn,
 )
+from outrider.environments.process_supervisor import STATUS_PREFIX
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.errors import (
     DataError,
@@ -40,7 +47,7 @@ from outrider.errors import (
 )
 from outrider.plugins.registry import is_import_path
 from outrider.tokens.call_formats import CallFormatName, find_call_error, get_call_format
-from outrider.types import CallRecord, CallStatus, Message, Step, Task
+from outrider.types import CallRecord, CallStatus, Message, Step, Task, ToolCall, ToolSchema
 
 if TYPE_CHECKING:  # the server's packages are an extra
     from outrider.environments.agent.server import Gateway
@@ -183,6 +190,8 @@ class AgentEnvironment(ExternalAgent):
         self._pending: PendingRequest | None = None
         self._turn: SampledTurn | ServedTurn | None = None
         self._answered_messages: tuple[Message, ...] = ()
+        self._answer = Message(role="assistant", content="")
+        self._tools: Sequence[ToolSchema] = ()
         self._reward: Reward | None = None
         self._has_failed = False
         self._num_turns = 0
@@ -267,9 +276,14 @@ class AgentEnvironment(ExternalAgent):
         )
         invalid = bool(message.problems)
         if not pending.add_answer(Answer(message=message, turn=turn)):
-            return StepResult(messages=conversation.messages[-1:], invalid=invalid)
+            return StepResult(
+                messages=conversation.messages[-1:],
+                invalid=invalid,
+                tool_calls=unparsed_calls(message.problems),
+            )
         self._pending = None
         self._answered_messages = conversation.messages
+        self._answer, self._tools = message, conversation.tools
         return self._step_result(self._checked(self._next_event()), invalid=invalid)
 
     def refuse(self, refusal: Refusal) -> StepResult | None:
@@ -296,7 +310,8 @@ class AgentEnvironment(ExternalAgent):
         try:
             return self._session.next(max(0.0, self._left_s))
         except queue.Empty:
-            return ProgramFailure(problem=f"it took longer than {self._config.time_limit_s:g} s")
+            problem = f"it took longer than {self._config.time_limit_s:g} s"
+            return ProgramFailure(problem=problem, cause=problem)
         finally:
             self._left_s -= time.monotonic() - start
 
@@ -315,11 +330,18 @@ class AgentEnvironment(ExternalAgent):
         if not isinstance(event, PendingRequest):
             if isinstance(event, ProgramFailure):
                 assert self._config.failed_return is not None  # see _checked
-                grade = {"reason": f"the program failed: {event.problem}"}
+                grade = {"reason": f"the program failed: {event.cause}"}
                 event = Reward(value=self._config.failed_return, success=False, grade=grade)
                 self._has_failed = True
             self._reward = event
-            return StepResult(reward=event.value, done=True, invalid=False)
+            status: CallStatus = "error" if self._has_failed else "ok"
+            records = [_call_record(call, self._tools, status) for call in self._answer.tool_calls]
+            return StepResult(
+                reward=event.value,
+                done=True,
+                invalid=False,
+                tool_calls=(*records, *unparsed_calls(self._answer.problems)),
+            )
         self._pending = event
         messages, before = event.request.conversation.messages, self._answered_messages
         new = messages[len(before) + 1 :] if before and messages[: len(before)] == before else messages
@@ -329,7 +351,10 @@ class AgentEnvironment(ExternalAgent):
             invalid=invalid,
             num_tool_calls=len(results),
             tools=tuple(message.tool_name for message in results if message.tool_name),
-            tool_calls=_program_calls(event.request.conversation, results),
+            tool_calls=(
+                *_program_calls(event.request.conversation, results),
+                *unparsed_calls(self._answer.problems),
+            ),
         )
 
     def result(self) -> EpisodeResult:
@@ -365,19 +390,26 @@ class AgentEnvironment(ExternalAgent):
 
 def _program_calls(conversation: Conversation, results: Sequence[Message]) -> tuple[CallRecord, ...]:
     """Records of calls whose results a program sent. Only the program knows how long they took and whether
-    they failed; a call that does not fit its tool is an error.
+    they failed.
     """
     calls = {call.call_id: call for message in conversation.messages for call in message.tool_calls}
     records = []
     for result in results:
+        status: CallStatus = "ok" if result.content.strip() else "empty"
         call = calls.get(result.tool_call_id)
-        is_unfit = call and (
-            call.problem or (conversation.tools and find_call_error(call, conversation.tools))
+        records.append(
+            _call_record(call, conversation.tools, status)
+            if call
+            else CallRecord(name=result.tool_name, status=status)
         )
-        status: CallStatus = "error" if is_unfit else "ok" if result.content.strip() else "empty"
-        name, arguments = (call.name, call.arguments_text) if call else (result.tool_name, "")
-        records.append(CallRecord(name=name, arguments=arguments, status=status))
     return tuple(records)
+
+
+def _call_record(call: ToolCall, tools: Sequence[ToolSchema], status: CallStatus) -> CallRecord:
+    """The record of a call. One that does not fit its tool is an error."""
+    if call.problem or (tools and find_call_error(call, tools)):
+        status = "error"
+    return CallRecord(name=call.name, arguments=call.arguments_text, status=status)
 
 
 def read_exit(report: Report) -> Reward | ProgramFailure:
@@ -392,18 +424,25 @@ def read_exit(report: Report) -> Reward | ProgramFailure:
     if result is not None and "fault" in result:
         return ProgramFailure(problem=str(result["fault"])[:300], is_fault=True)
     if report.status < 0:
-        return ProgramFailure(problem=f"it was ended by signal {-report.status} ({tail or 'no output'})")
+        cause = f"it was ended by signal {-report.status}"
+        return ProgramFailure(problem=f"{cause} ({tail or 'no output'})", cause=cause)
+    cause = f"it ended with status {report.status}"
     if result is None:
-        return ProgramFailure(problem=f"it ended with status {report.status} ({tail or 'no output'})")
+        return ProgramFailure(problem=f"{cause} ({tail or 'no output'})", cause=cause)
     if "failed" in result:
-        return ProgramFailure(problem=": ".join([str(result["failed"])[:300], *([tail] if tail else ())]))
+        problem = str(result["failed"])[:300]
+        _, _, status = problem.rpartition(STATUS_PREFIX)  # of the command; that of our process is always 1
+        cause = f"it {STATUS_PREFIX}{status}" if status.lstrip("-").isdecimal() else "its command failed"
+        return ProgramFailure(problem=": ".join([problem, *([tail] if tail else ())]), cause=cause)
     if "error" in result:
-        return ProgramFailure(problem=str(result["error"])[:300])
+        problem = str(result["error"])[:300]
+        return ProgramFailure(problem=problem, cause=problem.partition(":")[0])  # the exception's class
     try:
         if "unusable" in result:
             raise InvalidResult(str(result["unusable"])[:300])
         if result.get("value") is None:
-            return ProgramFailure(problem="it ended without a reward")
+            problem = "it ended without a reward"
+            return ProgramFailure(problem=problem, cause=problem)
         return read_reward(result["value"])
     except NonFiniteResult as error:
         return ProgramFailure(problem=str(error), unusable=NonFiniteResult(f"the agent program: {error}"))

@@ -51,11 +51,13 @@ class ProgramFailure:
 
     Attributes:
         problem: the reason.
+        cause: the reason for the records, without text of the program, which may contain paths.
         is_fault: whether the program did not cause it.
         unusable: the error for a result that is no reward. Such an episode never has a ``failed_return``.
     """
 
     problem: str
+    cause: str = ""
     is_fault: bool = False
     unusable: EnvironmentFault | None = None
 
@@ -235,19 +237,8 @@ def read_reward(value: Any) -> Reward:
         value=as_float(value["reward"], "the reward"),
         success=None if success is None else as_bool(success, "success"),
         metrics=metrics,
-        grade=_read_grade(value),
+        grade={name: value[name] for name in _GRADE if name in value},
     )
 
 
-def _read_grade(value: Mapping[str, Any]) -> dict[str, Any]:
-    """What explains a reward. Texts of another type are converted, because programs may already use these
-    names; only the parts must be numbers.
-    """
-    grade: dict[str, Any] = {
-        name: str(value[name]) for name in ("answer", "reason") if value.get(name) is not None
-    }
-    if (targets := value.get("targets")) is not None:
-        grade["targets"] = [str(target) for target in (targets if isinstance(targets, list) else [targets])]
-    if (parts := value.get("reward_parts")) is not None:
-        grade["reward_parts"] = as_metrics(parts, "reward_parts")
-    return grade
+_GRADE: Final = ("targets", "answer", "reward_parts", "reason")

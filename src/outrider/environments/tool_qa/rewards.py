@@ -3,20 +3,18 @@
 import hashlib
 import inspect
 import json
-import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Real
 from typing import Any, Final, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
-from outrider.environments.base import as_float, describe
+from outrider.environments.base import as_float, describe, finite_numbers
 from outrider.environments.grading.answers import (
     contains_answer,
     exact_match,
@@ -533,11 +531,8 @@ class RewardFunction:
             raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
         parts: dict[str, float] = {}
         if isinstance(result, Mapping):
-            parts = {  # a function may return anything else besides the score
-                str(name): float(number)
-                for name, number in result.items()
-                if name != "score" and isinstance(number, Real) and math.isfinite(number)
-            }
+            parts = finite_numbers(result)  # a function may return anything else besides the score
+            parts.pop("score", None)
             result = result.get("score")
         elif not self._is_verl:
             try:
