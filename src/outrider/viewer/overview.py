@@ -502,8 +502,8 @@ def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]
         )
         yield (
             f"Whole run: {plural(executed, 'call')} executed, {plural(refused, 'call')} refused because "
-            f"their number was used up, {plural(invalid, 'invalid action')}, {plural(faults, 'rollout')} ended "
-            "by a tool fault."
+            f"their number was used up, {plural(invalid, 'invalid action')}, "
+            f"{plural(faults, 'rollout')} ended by a tool fault."
         )
 
 
