@@ -478,9 +478,8 @@ def _recent_nodes(run: Path, steps: Sequence[int], unread: list[int]) -> Iterato
 def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]) -> Iterator[str]:
     column = training["num_failed_calls"] if "num_failed_calls" in training.column_names else None
     if is_known := column is not None and column.null_count < len(column):
-        failed, total = (pc.sum(training[name]).as_py() for name in ("num_failed_calls", "num_calls"))
-        # Refused and unparsable calls failed and were not executed.
-        yield f"{plural(failed, 'call')} failed, {total} executed, on the paths of all rollouts."
+        failed, executed = (pc.sum(training[name]).as_py() for name in ("num_failed_calls", "num_calls"))
+        yield f"Calls on the paths of all rollouts: {failed} failed or refused, {executed} executed."
     totals: Counter[str] = Counter()
     for (name, _), num in calls.items():
         totals[name] += num
