@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, variance
@@ -17,13 +17,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from markupsafe import Markup
 
+from outrider.printing import plural
+from outrider.rollout.evaluate import PairedGain, paired_gain
 from outrider.viewer.effects import effects
 from outrider.viewer.evaluations import evaluation_charts, format_evaluation, gain_of_main
 from outrider.viewer.findings import find_problems
-from outrider.viewer.ranges import out_of_range
-from outrider.viewer.records import step_file
-from outrider.viewer.report_parts import Chart, Point, Series, number, page_template, svg_chart
-from outrider.viewer.run_reader import RunData, finite, live_state, read_alarms, read_notes
+from outrider.viewer.ranges import OutOfRange, out_of_range
+from outrider.viewer.records import StepFiles, step_file
+from outrider.viewer.report_parts import Chart, Point, Series, page_template, svg_chart
+from outrider.viewer.run_reader import Evaluation, RunData, finite, live_state, read_alarms, read_notes
 from outrider.viewer.summary import cost_lines
 
 STYLE: Final = Path(__file__).with_name("page") / "overview.css"
@@ -32,6 +34,8 @@ _TEMPLATE: Final = Path(__file__).with_name("overview.html.j2")
 _NUM_RECENT: Final = 10  # steps whose turns are read, because turns are most of a run's bytes
 _NUM_ITEMS: Final = 3  # of a list in an answer
 _NUM_ALARMS: Final = 200
+_MAX_NAME: Final = 40  # characters of the name of a tool
+_MAX_LABEL: Final = 60  # of an evaluation
 _SIZE: Final[Mapping[str, Any]] = {"width": 280, "height": 150}
 _FATES: Final[Mapping[str, tuple[str, ...]]] = {
     "rewarded": (),
@@ -41,6 +45,7 @@ _FATES: Final[Mapping[str, tuple[str, ...]]] = {
     "invalid": ("invalid",),
     "fault": ("tool_fault", "environment_fault", "engine_fault", "cancelled"),
 }
+_UNSOLVED: Final = ("wrong", "turn limit", "token limit", "invalid")
 _SIGNS: Final = ("positive", "zero", "negative")
 _REWARDS: Final = {"on-policy": "retrieval/reward_on_policy", "hybrid": "retrieval/reward_hybrid"}
 _STAGES: Final = (
@@ -79,8 +84,11 @@ def overview(
     newest = _rows(training, steps[-1]) if steps else []
     sets = [(svg_chart(replace(chart, **_SIZE)), note) for chart, note in evaluation_charts(data)]
     losses = [(step, loss) for step, loss in data.curve("sft", "sft/loss") if loss is not None]
-    fates = _fates(data)
-    items, calls = _recent(run, steps)
+    fates = _fates(data, training)
+    recent = StepFiles(run / "traces").steps()[-_NUM_RECENT:]
+    items, calls, unread = _recent(run, recent)
+    names = [name for name in map(step_file, unread) if not any(name in note for note in notes)]
+    notes = [*notes, *(f"traces/{name} cannot be read" for name in names)]
     alarms = read_alarms(run)
     page = page_template(_TEMPLATE).render(
         title=title,
@@ -99,8 +107,10 @@ def overview(
         ),
         signal=_signal(newest),
         steps=steps,
-        num_recent=len(steps[-_NUM_RECENT:]),
-        num_insertions=items.total(),
+        recent=recent,
+        insertions=plural(items.total(), "insertion"),
+        last_steps="the last step" if len(recent) == 1 else f"the last {len(recent)} steps",
+        unread=f"the turns of {plural(len(unread), 'step')} cannot be read" if unread else "",
         items=items.most_common(_NUM_ITEMS),
         effects=effects(run),
         failures=_failures(data, training, calls),
@@ -171,9 +181,11 @@ def _date(seconds: object) -> str:
 
 
 def _facts(data: RunData) -> list[str]:
-    names = {"algorithm.type": "", "environment.type": "", "model.name": "", "seed": "seed "}
+    names = {"environment.type": "", "model.name": "", "seed": "seed "}
     facts = [f"{prefix}{data.config[name]}" for name, prefix in names.items() if name in data.config]
-    return [*facts, f"{data.num_steps} of {data.config.get('train.num_steps', '?')} training steps"]
+    if (num := data.config.get("train.num_steps", "?")) != "0":
+        facts.append(f"{data.num_steps} of {num} training step{'' if num == '1' else 's'}")
+    return [data.method, *facts] if data.method else facts
 
 
 def _origin(run: Path, *, is_shared: bool) -> str:
@@ -204,14 +216,39 @@ def _verdict(data: RunData) -> tuple[str, str]:
     scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
     if not scored:
         return "", "Not known whether it learned: no evaluation is recorded."
-    last = f"{scored[-1].label}: {format_evaluation(scored[-1])}"
+    last = f"{_shortened(scored[-1].label, _MAX_LABEL)}: {format_evaluation(scored[-1])}"
     if (gain := gain_of_main(data)) is None:
-        return "", f"Not known whether it learned: two evaluations of the same tasks are needed. {last}."
-    css, verdict = "", "No change is shown, the interval of the gain includes 0"
+        return "", f"Not known whether it learned: {_missing_start(scored, last)}"
+    start = [evaluation for evaluation in scored if evaluation.step == 0][-1]
+    is_graded = any(evaluation.graded_return is not None for evaluation in (start, scored[-1]))
+    of_what = " of the solved share" if is_graded else ""
+    css, verdict = "", f"No change{of_what} is shown, the interval of the gain includes 0"
     if gain.ci_low > 0 or gain.ci_high < 0:
         css, verdict = ("good", "It learned") if gain.ci_low > 0 else ("bad", "It got worse")
-    start = format_evaluation([evaluation for evaluation in scored if evaluation.step == 0][-1])
-    return css, f"{verdict}: {start.partition('  ')[0]} → {last}. Paired gain {gain}."
+    text = f"{verdict}: {format_evaluation(start).partition('  ')[0]} → {last}. {_gain_text(gain)}"
+    before, after = start.mean_return, scored[-1].mean_return
+    if is_graded and before is not None and after is not None:
+        text += f" Mean return {_change(before, after)}."
+    return css, text
+
+
+def _missing_start(scored: Sequence[Evaluation], last: str) -> str:
+    """Why there is no gain over the start, and the gain over the first evaluation on the same tasks."""
+    same = [evaluation for evaluation in scored if evaluation.conditions == scored[-1].conditions]
+    if len(same) < 2 or same[0].step == 0:
+        return f"two evaluations of the same tasks are needed. {last}."
+    gain = paired_gain(asdict(same[0]), asdict(same[-1]))
+    about = "" if gain is None else f" {_gain_text(gain)} That is the first evaluation, not the start."
+    return f"no evaluation of the start (step 0) on these tasks exists. {last}.{about}"
+
+
+def _gain_text(gain: PairedGain) -> str:
+    return f"Paired gain {replace(gain, earlier=_shortened(gain.earlier, _MAX_LABEL))}."
+
+
+def _shortened(text: str, size: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= size else f"{text[: size - 1]}…"
 
 
 def _rewards(data: RunData, training: pa.Table) -> list[Series]:
@@ -240,30 +277,62 @@ def _trend(data: RunData, losses: Sequence[float]) -> str:
     text = ""
     if len(rewards) > 1:
         num = max(1, len(rewards) // 3)
-        text = (
-            f"Training reward {_change(fmean(rewards[:num]), fmean(rewards[-num:]))} (first and last third). "
-        )
+        parts = "step" if num == 1 else "third"
+        change = _change(fmean(rewards[:num]), fmean(rewards[-num:]))
+        text = f"Training reward {change} (first and last {parts}). "
     return text + (
-        f"Cold start: loss {_change(losses[0], losses[-1])} in {len(losses)} updates." if losses else ""
+        f"Cold start: loss {_change(losses[0], losses[-1])} in {plural(len(losses), 'update')}."
+        if losses
+        else ""
     )
 
 
 # Why did a step fall?
 
 
-def _fates(data: RunData) -> dict[int, dict[str, float]]:
-    """The number of rollouts of each outcome by step; of the finished ones, those that solved their task."""
+def _fates(data: RunData, training: pa.Table) -> dict[int, dict[str, float]]:
+    """The number of rollouts by step of which each has one fate: a fault, else solved, else its outcome.
+
+    Steps whose rollouts are not all on file have only the counts of outcomes and the share of solved ones:
+    the solved ones are subtracted from the finished ones first.
+    """
+    recorded = _recorded_fates(training)
     fates: dict[int, dict[str, float]] = {}
     for record in data.records:
-        rate, step = finite(record.get("reward/success_rate")), record["step"]
-        if record["kind"] == "train" and rate is not None and isinstance(step, int):
-            counts = {
-                fate: math.fsum(finite(record.get(f"rollout/num_{name}")) or 0.0 for name in outcomes)
-                for fate, outcomes in _FATES.items()
-            }
-            rewarded = float(round(rate * (sum(counts.values()) - counts["fault"])))
-            fates[step] = counts | {"rewarded": rewarded, "wrong": max(0.0, counts["wrong"] - rewarded)}
+        step = record["step"]
+        if record["kind"] != "train" or not isinstance(step, int):
+            continue
+        counts = {
+            fate: math.fsum(finite(record.get(f"rollout/num_{name}")) or 0.0 for name in outcomes)
+            for fate, outcomes in _FATES.items()
+        }
+        total = sum(counts.values())
+        num = finite(record.get("rollout/num")) or total
+        if step in recorded and recorded[step].total() == num:
+            fates[step] = {fate: float(recorded[step][fate]) for fate in _FATES}
+            continue
+        rate = finite(record.get("reward/success_rate"))
+        if rate is None and not 0 < counts["fault"] == record.get("rollout/num"):
+            continue  # not recorded; if every rollout ended in a fault, there is no rate, and none is solved
+        num_left = counts["rewarded"] = float(round((rate or 0.0) * (total - counts["fault"])))
+        for fate in _UNSOLVED:
+            taken = min(num_left, counts[fate])
+            counts[fate], num_left = counts[fate] - taken, num_left - taken
+        fates[step] = counts
     return fates
+
+
+def _recorded_fates(training: pa.Table) -> dict[int, Counter[str]]:
+    """The fates of the rollouts on file, of steps where the success of all is known."""
+    names = {outcome: fate for fate, outcomes in _FATES.items() for outcome in outcomes}
+    keys = pa.table([training["step"], pc.cast(training["outcome"], pa.string()), training["success"]], "xos")
+    fates: dict[int, Counter[str]] = defaultdict(Counter)
+    for row in keys.group_by(["x", "o", "s"]).aggregate([([], "count_all")]).to_pylist():
+        fate = names.get(row["o"], "unknown")
+        if fate != "fault" and row["s"] is not False:
+            fate = "unknown" if row["s"] is None else "rewarded"
+        fates[row["x"]][fate] += row["count_all"]
+    return {step: counts for step, counts in fates.items() if not counts["unknown"]}
 
 
 def _fall(data: RunData, training: pa.Table, fates: _Values) -> Iterator[str]:
@@ -271,7 +340,13 @@ def _fall(data: RunData, training: pa.Table, fates: _Values) -> Iterator[str]:
     rewards = [(step, value) for step, value in data.curve("train", "reward/mean") if value is not None]
     falls = [(one[1] - other[1], one, other) for one, other in pairwise(rewards) if other[1] < one[1]]
     if not falls:
-        yield "The training reward fell in no step." if rewards else "No training step is recorded."
+        is_faulted = fates and all(sum(one.values()) == one["fault"] for one in fates.values())
+        none = (
+            "No step has a reward: every rollout ended in a fault." if is_faulted else "No step has a reward."
+        )
+        has_steps = any(record["kind"] == "train" for record in data.records)
+        without = none if has_steps else "No training step is recorded."
+        yield "The training reward fell in no step." if rewards else without
         return
     amount, (first, high), (second, low) = max(falls)
     sides = [_rows(training, first), _rows(training, second)]
@@ -290,7 +365,7 @@ def _fall(data: RunData, training: pa.Table, fates: _Values) -> Iterator[str]:
     by_kind = [_returns(rows, "kind") for rows in sides]
     for kind in sorted(by_kind[0].keys() & by_kind[1].keys()):
         one, other = (side[kind] for side in by_kind)
-        yield f"{kind}: {_change(fmean(one), fmean(other))} ({len(one)} → {len(other)} rollouts)."
+        yield f"{kind}: {_change(fmean(one), fmean(other))} ({len(one)} → {plural(len(other), 'rollout')})."
     if all(sides):
         yield _difficulty(training, (first, second), sides)
 
@@ -348,26 +423,30 @@ def _signs(training: pa.Table) -> dict[int, dict[str, float]]:
 def _signal(rows: _Rows) -> Iterator[str]:
     """The rollouts of one step by the sign of their advantage."""
     groups = {row["trace_id"] for row in rows if finite(row["advantage"])}
-    yield f"{len(groups)} of {len({row['trace_id'] for row in rows})} groups have a signal."
+    num_groups = plural(len({row["trace_id"] for row in rows}), "group has", "groups have")
+    yield f"{len(groups)} of {num_groups} a signal."
     for name, sign in (("Positive", 1), ("Negative", -1)):
         side = [row for row in rows if sign * (finite(row["advantage"]) or 0.0) > 0]
         returns = [value for values in _returns(side, "kind").values() for value in values]
         parts = [f"mean return {fmean(returns):.3g}"] if returns else []
         parts += [f"{num} {kind}" for kind, num in Counter(row["kind"] for row in side).most_common()]
         about = f" ({', '.join(parts)})" if parts else ""
-        yield f"{name}: {len(side)} of {len(rows)} rollouts{about}."
+        yield f"{name}: {len(side)} of {plural(len(rows), 'rollout')}{about}."
 
 
 # What was retrieved, and which tool calls failed?
 
 
-def _recent(run: Path, steps: Sequence[int]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-    """How often the last steps inserted each retrieved step and tip (name and text), and their tool calls by
-    name and status."""
+def _recent(
+    run: Path, steps: Sequence[int]
+) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], list[int]]:
+    """How often these steps inserted each retrieved step and tip (name and text), their tool calls by name
+    and status, and the steps that cannot be read."""
     items: Counter[str] = Counter()
     texts: dict[str, str] = {}
     calls: Counter[tuple[str, str]] = Counter()
-    for row in _recent_nodes(run, steps[-_NUM_RECENT:]):
+    unread: list[int] = []
+    for row in _recent_nodes(run, steps, unread):
         try:
             metadata = json.loads(row["metadata"])
             for call in metadata.get("tool_calls", ()):
@@ -379,16 +458,17 @@ def _recent(run: Path, steps: Sequence[int]) -> tuple[Counter[tuple[str, str]], 
                         texts[f"{kind} {item}"] = " ".join(row["text"][:300].split())
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
             continue  # metadata of another program
-    return Counter({(name, texts.get(name, "")): num for name, num in items.items()}), calls
+    return Counter({(name, texts.get(name, "")): num for name, num in items.items()}), calls, unread
 
 
-def _recent_nodes(run: Path, steps: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The nodes with insertions or tool calls. Unreadable files are skipped."""
+def _recent_nodes(run: Path, steps: Sequence[int], unread: list[int]) -> Iterator[dict[str, Any]]:
+    """The nodes with insertions or tool calls. Steps whose file cannot be read are added to ``unread``."""
     for step in steps:
         try:
             with (run / "traces" / step_file(step)).open("rb") as stream:
                 table = pq.read_table(stream, columns=["metadata", "text"])
         except (OSError, pa.ArrowException):
+            unread.append(step)
             continue
         yield from table.filter(
             pc.match_substring_regex(table["metadata"], '"(step_ids|tip_ids|tool_calls)"')
@@ -403,19 +483,26 @@ def _failures(data: RunData, training: pa.Table, calls: Counter[tuple[str, str]]
     totals: Counter[str] = Counter()
     for (name, _), num in calls.items():
         totals[name] += num
-    failed_calls = Counter({key: num for key, num in calls.items() if key[1] != "ok"})
-    for (name, status), num in failed_calls.most_common(_NUM_ITEMS):
-        yield f"{name}: {status} {num} of {totals[name]} calls."
+    others = [(key, num) for key, num in calls.most_common() if key[1] != "ok"]
+    others.sort(key=lambda entry: entry[0][1] == "empty")  # not failed
+    for (name, status), num in others[:_NUM_ITEMS]:
+        shown, result = _shortened(name, _MAX_NAME) or "unreadable call", _shortened(status, _MAX_NAME)
+        yield (
+            f"{shown}: {num} of {totals[name]} found nothing."
+            if status == "empty"
+            else f"{shown}: {result} {num} of {plural(totals[name], 'call')}."
+        )
     if not calls and not is_known:
         yield "Not recorded for single calls."
     if data.curve("train", "rollout/num_tool_calls"):
         executed, refused, invalid, faults = (
-            number(data.total("train", f"rollout/num_{name}"))
+            data.total("train", f"rollout/num_{name}")
             for name in ("tool_calls", "tool_calls_refused", "invalid_actions", "tool_fault")
         )
         yield (
-            f"Whole run: {executed} calls executed, {refused} refused because their number was used up, "
-            f"{invalid} invalid actions, {faults} rollouts ended by a tool fault."
+            f"Whole run: {plural(executed, 'call')} executed, {plural(refused, 'call')} refused because "
+            f"their number was used up, {plural(invalid, 'invalid action')}, "
+            f"{plural(faults, 'rollout')} ended by a tool fault."
         )
 
 
@@ -428,9 +515,12 @@ def _outside(data: RunData) -> list[str]:
     def limit(end: float | None) -> str:
         return "…" if end is None else f"{end:.3g}"
 
-    return [
-        f"{one.name} {one.value:.3g} ({limit(one.low)} to {limit(one.high)})" for one in out_of_range(data)
-    ]
+    def limits(one: OutOfRange) -> str:
+        if one.value != one.low:
+            return f"{limit(one.low)} to {limit(one.high)}"
+        return f"above {limit(one.low)}{'' if one.high is None else f', to {limit(one.high)}'}"
+
+    return [f"{one.name} {one.value:.3g} ({limits(one)})" for one in out_of_range(data)]
 
 
 # What did it cost?

@@ -128,7 +128,10 @@ def svg_chart(chart: Chart) -> Markup:
     """The chart as an ``<svg>`` element; every label is escaped. Raises ``ValueError`` when no series has a
     value.
     """
-    series = [Series(label=line.label, points=_thinned(line.points)) for line in chart.series]
+    series = [
+        Series(label=line.label, points=_thinned(line.points, is_stacked=chart.is_stacked))
+        for line in chart.series
+    ]
     points = [point for line in series for point in line.points if point.value is not None]
     if not points:
         raise ValueError(f"chart {chart.title!r} has no values")
@@ -223,15 +226,18 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    """At most ``MAX_POINTS`` points, each the mean of as many neighbours as necessary."""
+def _thinned(points: tuple[Point, ...], *, is_stacked: bool) -> tuple[Point, ...]:
+    """At most ``MAX_POINTS`` points, each the mean of as many neighbours as necessary. A missing value is 0
+    in a stacked bar and left out of the mean of a line.
+    """
     if len(points) <= MAX_POINTS:
         return points
     size = math.ceil(len(points) / MAX_POINTS)
     thinned: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        values = [point.value for point in bucket if point.value is not None]
+        missing = [0.0] * sum(point.value is None for point in bucket) if is_stacked else []
+        values = missing + [point.value for point in bucket if point.value is not None]
         thinned.append(Point(x=bucket[-1].x, value=math.fsum(values) / len(values) if values else None))
     return tuple(thinned)
 

@@ -290,11 +290,14 @@ def read_run(run_dir: Path) -> RunData:
     """Read configuration, metrics and evaluations of a run."""
     notes: list[str] = []
     config, settings = _read_config(run_dir / "config.toml", notes)
-    records = [
-        record for record in _read_lines(run_dir / "metrics.jsonl", notes) if _is_record(record, notes)
-    ]
+    path, metrics = run_dir / "evaluations.jsonl", run_dir / "metrics.jsonl"
     lines: list[dict[str, Json]] = []
-    path = run_dir / "evaluations.jsonl"
+    # A run in its set-up has only its configuration and the lock.
+    others = (run_dir / LIVE, path, run_dir / "traces")
+    if metrics.exists() or any(other.exists() for other in others) or not config:
+        lines = _read_lines(metrics, notes)
+    records = [record for record in lines if _is_record(record, notes)]
+    lines = []
     if path.exists() or any(record["kind"] == "eval" for record in records):  # else none has been made yet
         lines = _read_lines(path, notes)
     evaluations = [_evaluation(line, notes) for line in lines]

@@ -84,10 +84,18 @@ def write_bundle(
                 page = compare([run.path for run in runs])
             except OutriderError as error:  # the bundle is useful without the comparison
                 note(f"not compared: {error}")
-                page = (
-                    f'<!doctype html><meta charset="utf-8"><title>Outrider</title><p>{escape(str(error))}</p>'
-                )
+                page = _not_compared(error, "index.html")
             (new / "compare.html").write_text(page, encoding="utf-8")
+
+
+def _not_compared(error: Exception, link: str) -> str:
+    """A page with the reason why runs cannot be compared, and a link back."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Not compared · Outrider</title>'
+        '<meta name="viewport" content="width=device-width"><meta name="color-scheme" content="light dark">'
+        '<main style="font: 15px system-ui; overflow-wrap: anywhere"><h1>Not compared</h1>'
+        f'<p>{escape(str(error))}</p><p><a href="{link}">Back to the runs</a></p></main>'
+    )
 
 
 def _without_paths(value: Any, run: Path) -> Any:
@@ -332,11 +340,12 @@ class _Server:
             runs = [self._viewer.catalogue.get(name).path for name in names]
             async with self._answering:
                 page = await run_in_threadpool(self._compare, runs)
-            return HTMLResponse(page, headers={"content-security-policy": STILL_PAGE})
+            status = 200
         except KeyError:
             return JSONResponse({"error": "no such run"}, status_code=404)
         except _REFUSED as error:
-            return JSONResponse({"error": str(error)}, status_code=400)
+            page, status = _not_compared(error, "./"), 400
+        return HTMLResponse(page, status_code=status, headers={"content-security-policy": STILL_PAGE})
 
     async def stop(self, request: Request) -> Response:
         """Send SIGTERM to the run, which writes a checkpoint and exits."""

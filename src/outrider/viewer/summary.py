@@ -83,15 +83,18 @@ def cost_lines(data: RunData) -> Iterator[str]:
     """Time, tokens and tool calls of the training, and the time of the evaluations."""
     seconds = data.total("train", "time/step")
     parts = [f"{name} {duration(spent)}" for name, key in _STAGES if (spent := data.total("train", key))]
-    yield f"{plural(data.num_steps, 'step')} in {duration(seconds)}" + (
-        f": {', '.join(parts)}" if parts else ""
-    )
+    if data.num_steps or seconds:
+        yield f"{plural(data.num_steps, 'step')} in {duration(seconds)}" + (
+            f": {', '.join(parts)}" if parts else ""
+        )
     durations = [value for _, value in data.curve("eval", "time/evaluation") if value is not None]
     if durations:
         yield f"{plural(len(durations), 'evaluation')} in {duration(sum(durations))}"
-    tokens = sum(data.total("train", name) for name in WRITTEN_TOKENS)
-    calls = data.total("train", "rollout/num_tool_calls")
-    yield f"{compact(round(tokens))} tokens written, {compact(round(calls))} tool calls in training"
+    tokens = round(sum(data.total("train", name) for name in WRITTEN_TOKENS))
+    calls = round(data.total("train", "rollout/num_tool_calls"))
+    if data.num_steps or tokens or calls:
+        token, call = ("" if num == 1 else "s" for num in (tokens, calls))
+        yield f"{compact(tokens)} token{token} written, {compact(calls)} tool call{call} in training"
 
 
 def _alarm_lines(run: Path) -> Iterator[str]:

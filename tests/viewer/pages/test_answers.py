@@ -333,3 +333,11 @@ def test_the_cold_start_is_among_the_curves(tmp_path: Path) -> None:
     assert curves["cold_start"]["step"] == list(range(1, 11))
     assert curves["cold_start"]["values"] == {"sft/loss": [2.0 / step for step in range(1, 11)]}
     assert curves["metrics"]["sft/loss"]["meaning"] == declared_metric("sft/loss").meaning
+
+
+def test_runs_that_cannot_be_compared_have_a_page_with_the_reason_and_a_way_back(
+    served: Served,
+) -> None:
+    status, headers, body = served.ask(f"/compare?run={served.ids[0]}")
+    assert status == 400 and headers["content-type"].startswith("text/html")
+    assert b"<h1>Not compared</h1>" in body and b'<a href="./">Back to the runs</a>' in body

@@ -17,7 +17,9 @@ def test_a_bundle_has_its_policy_and_no_name_of_this_machine(recorded: Path, tmp
         notes.write(json.dumps({"step": 3, "time": 0.0, "text": f"WARNING: {run / 'buffer.sqlite'} is old"}))
     folder = tmp_path / "page"
     assert main(["view", str(run), str(recorded), "--bundle", str(folder)]) == 0
-    assert "leave one of them out" in (folder / "compare.html").read_text()  # two copies are no comparison
+    comparison = (folder / "compare.html").read_text()
+    assert "leave one of them out" in comparison  # two copies are no comparison
+    assert 'lang="en"' in comparison and "<main" in comparison and 'href="index.html"' in comparison
     page = (folder / "index.html").read_text()
     before, policy, behind = page.partition('<meta http-equiv="Content-Security-Policy" content="')
     assert "default-src 'none'; script-src 'self'" in behind.partition('"')[0]

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from outrider.viewer import overview
+from outrider.viewer.report import write_report
 from tests.viewer.pages.browser.conftest import AXE
 from tests.viewer.pages.serving import Served, serving
 from tests.viewer.planted_run import EFFECT, FINDINGS, write_planted_run
+from tests.viewer.synthetic_run import write_run
 
 WIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -69,3 +71,35 @@ def test_readers_of_screens_meet_no_violation(
     for width in (640, 390):  # 640: a zoom of 200 %
         page.set_viewport_size({"width": width, "height": 800})
         assert page.evaluate(WIDE) <= 0
+
+
+def test_focus_stays_on_its_link_when_the_run_changes(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    run = write_planted_run(tmp_path / "run", is_bad=False)
+    with serving([run]) as served:
+        page = open_page(f"{served.address}#/run/{served.ids[0]}")
+        page.locator(".answers a").first.focus()
+        href = page.evaluate("document.activeElement.href")
+        with (run / "evaluations.jsonl").open("a") as stream:
+            stream.write("damaged\n")
+        page.wait_for_selector(".notes:has-text('evaluations.jsonl')")
+        assert page.evaluate("document.activeElement.href") == href
+        page.close()  # else the server waits for it
+
+
+def test_a_report_has_landmarks_and_fits_a_narrow_window(tmp_path: Path, chromium: Any) -> None:
+    run = write_run(tmp_path / "run", num_steps=4)
+    lines = (run / "evaluations.jsonl").read_text().replace("after training", "L" * 400)
+    (run / "evaluations.jsonl").write_text(lines)
+    page = chromium.new_page(viewport={"width": 390, "height": 800}, bypass_csp=True)
+    page.goto(write_report(run).as_uri())
+    page.evaluate(
+        "document.querySelectorAll('details').forEach(e => { e.open = true });"
+        "document.querySelectorAll('.node .soft').forEach(e => { e.textContent = 'x'.repeat(400) })"
+    )
+    assert page.locator(".node .soft").count() > 0
+    assert page.evaluate(WIDE) <= 0
+    if AXE.is_file():
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+        violations = page.evaluate("axe.run()")["violations"]
+        assert [(one["id"], [node["html"][:90] for node in one["nodes"]]) for one in violations] == []
+    page.close()
