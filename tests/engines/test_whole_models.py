@@ -88,7 +88,7 @@ def test_whole_models_and_heads_of_other_tasks_are_loaded(tmp_path: Path) -> Non
         str(changed(tmp_path / "head", lambda weights, folder: weights.update(head))), precision="float32"
     )
     assert loaded.unused == ("v_head.summary.weight",)
-    assert "no place for 1 weights of its files, such as v_head.summary.weight" in describe_path(
+    assert "no place for 1 weight of its files, such as v_head.summary.weight" in describe_path(
         loaded, "head"
     )
     # a layer that predicts several tokens, of which the model here has none

@@ -369,7 +369,7 @@ def test_a_step_without_a_single_group_is_reported_and_changes_nothing(
     )  # fmt: skip
     [record] = records(run)
     assert record["group/num_missing"] == 2.0 and record["group/fraction_without_signal"] == 1.0
-    assert "2 of 2 groups are missing after 1 extra batches" in "".join(capsys.readouterr())
+    assert "2 of 2 groups are missing after 1 extra batch" in "".join(capsys.readouterr())
     assert same_weights(run, run, 0, 1)
 
 

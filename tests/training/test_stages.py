@@ -185,7 +185,7 @@ def test_a_pattern_without_tasks_is_an_error_and_a_small_stage_is_reported(recip
     assert len(stage_tasks(wanted.stages[0], tasks)) == 4
     first, second = stage_lines(wanted, tasks)
     assert first == "stage 1 of 2: steps 1 to 2 on 4 tasks (tasks-[0-3])"
-    assert second.startswith("stage 2 of 2: steps 3 to 10 on 1 tasks (tasks-4); a step has 1 groups there")
+    assert second.startswith("stage 2 of 2: steps 3 to 10 on 1 task (tasks-4); a step has 1 group there")
     with pytest.raises(DataError, match=r"'taks-\*' of stage 1 fits no training task"):
         require_tasks(wanted.model_copy(update={"stages": (StageSettings(tasks=("taks-*",)),)}), tasks)
 
