@@ -48,7 +48,7 @@ def test_an_exception_of_a_check_is_a_finding(error: Exception) -> None:
 
 @pytest.mark.long
 def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough for the instruction sets of any processor
     assert main(["doctor"]) == 0
     lines = {
         cells[1].strip(): cells[2].strip()
@@ -83,7 +83,7 @@ def test_a_machine_that_lacks_everything(
     """No torch, no packages, no Java: every line says so, what every run needs decides the status, nothing
     raises.
     """
-    monkeypatch.setenv("COLUMNS", "220")
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough for the instruction sets of any processor
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     for name in (
