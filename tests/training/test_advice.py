@@ -126,6 +126,14 @@ def test_a_step_without_retrieval_is_explained(counted: dict[str, float], reason
     assert "none of 4 hybrid rollouts got a retrieved step" in line and reason in line
 
 
+def test_a_planned_fading_of_retrieval_is_no_alarm() -> None:
+    fading = {"schedule": "linear", "final_probability": 0.0}
+    algorithm = {"type": "rapo", "group_size": 4, "num_hybrid": 2, "retrieval": fading}
+    traces, values = [trace_of(1, mode=HYBRID)], RETRIEVED_NOTHING | {"retrieval/rate": 0.0}
+    assert advice(algorithm).lines(traces, step=9, values=values) == []
+    assert advice(algorithm).lines(traces, step=9, values=values | {"retrieval/num_dropped": 2.0}) != []
+
+
 def test_the_same_advice_is_repeated_only_every_few_steps() -> None:
     one = advice()
     reason = [len(one.lines([trace_of(1)], step=step, values=NO_SIGNAL)) for step in range(1, 14)]

@@ -301,6 +301,9 @@ class Advice:
             )
         if values.get("retrieval/num_no_candidate"):
             return begin + self._describe_missing_steps(values)
+        retrieval = getattr(getattr(self.settings.algorithm, "parts", None), "retrieval", None)
+        if retrieval is not None and retrieval.final_probability is not None:
+            return ""  # the probability fades, as planned
         return f"{begin}no turn drew a retrieval; raise the retrieval's probability"
 
     def _without_help(self, traces: Sequence[Trace], values: Mapping[str, float]) -> str:
