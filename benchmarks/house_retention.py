@@ -494,9 +494,10 @@ def play_panels(study: Study, ledger: Ledger, seed: int, weights: Path, name: st
     """Play the missing panels of a checkpoint, with the memory of the cold start."""
     if all(panel in ledger.entries for panel in PANELS):
         return
+    if not study.memory(seed).exists():  # also if the panels of the cold start are those of another machine
+        with opened(study.settings(seed, checkpoint(study.cold(seed))), note) as cold:
+            fill_memory(cold, study.memory(seed))
     with opened(study.settings(seed, weights), note) as parts:
-        if not study.memory(seed).exists():
-            fill_memory(parts, study.memory(seed))
         for panel in PANELS:
             scores = ledger.complete(panel, partial(play, parts, panel, study.memory(seed)))
             note(f"{name}: {panel} {100 * fmean(scores.values()):.1f} %")

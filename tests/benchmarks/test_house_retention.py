@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from benchmarks.house_retention import (
     RECIPE,
     Arm,
     Ledger,
+    Note,
     ShiftedMemory,
     Study,
     arm_overrides,
@@ -25,6 +28,7 @@ from benchmarks.house_retention import (
     helped_successes,
     main,
     pilot_arms,
+    play_panels,
     read_scores,
     stage_arms,
     stored_paths,
@@ -253,6 +257,33 @@ def test_a_finished_ceiling_loads_no_model(
     assert main([*given, "--records", str(record), "--source", "a test"]) == 0
     assert "| 100 | epoch 1 | 0.500 | 10.0 | - | - |" in capsys.readouterr().out
     assert json.loads(record.read_text(encoding="utf-8"))["kind"] == "cells"
+
+
+def test_the_cold_start_fills_the_memory_also_if_its_panels_are_from_another_machine(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled, played = [], []
+
+    @contextmanager
+    def opened(settings: RunSettings, note: Note) -> Iterator[str]:
+        yield str(settings.model.initial_checkpoint)
+
+    def fill_memory(parts: str, file: Path) -> None:
+        filled.append(parts)
+        file.touch()
+
+    def play(parts: str, panel: str, memory: Path) -> dict[str, float]:
+        played.append(parts)
+        return {"t": 0.5}
+
+    for name, double in (("opened", opened), ("fill_memory", fill_memory), ("play", play)):
+        monkeypatch.setattr(house_retention, name, double)
+    weights = [study.cold(100) / "checkpoints" / "step-000000", study.out / "arm" / "step-000060"]
+    for folder in weights:
+        folder.mkdir(parents=True)
+    for _ in range(2):
+        play_panels(study, study.ledger("panels-1-arm-100"), 100, weights[1], "arm", print)
+    assert filled == [str(weights[0])] and played == 3 * [str(weights[1])]
 
 
 def test_an_open_ceiling_is_no_verdict(tmp_path: Path) -> None:
