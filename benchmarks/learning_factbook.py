@@ -142,9 +142,9 @@ def factbook_jobs(plan: Plan, chosen: Sequence[Method]) -> list[Job]:
     """
     require_possible(plan, chosen)
     by_key = {method.key: method for method in plan.methods()}
-    asked = [method.key for method in chosen]
+    chosen_keys = [method.key for method in chosen]
     first = [IMITATION] if plan.has_cold_start else []
-    keys = dict.fromkeys([*first, *(key for key in asked if key == REFERENCE), *asked])
+    keys = dict.fromkeys([*first, *(key for key in chosen_keys if key == REFERENCE), *chosen_keys])
     return [_job(plan, by_key[key], seed) for seed in plan.seeds for key in keys]
 
 

@@ -336,8 +336,8 @@ def test_the_calls_of_a_program_are_recorded_with_what_their_results_show() -> N
         for call_id, text in (("shout", "A"), ("whisper", ""), ("nowhere", "no such tool"), ("gone", "b"))
     ]
     tools = tuple({**SHOUT.schema, "name": name} for name in ("shout", "whisper"))
-    asked = Message(role="assistant", content="", tool_calls=calls)
-    found = _program_calls(Conversation(messages=(asked, *results), tools=tools), results)
+    request = Message(role="assistant", content="", tool_calls=calls)
+    found = _program_calls(Conversation(messages=(request, *results), tools=tools), results)
     assert [(call.name, call.arguments, call.status) for call in found] == [
         ("shout", '{"text": "a"}', "ok"),
         ("whisper", '{"text": "a"}', "empty"),

@@ -68,7 +68,7 @@ Problem: TypeAlias = tuple[str, Curve, str] | None  # text, the steps with their
 _WINDOW: Final = 5  # most steps at each end of the run that are compared
 _RECENT: Final = 10  # last steps whose shares are looked at
 _MIN_WINDOW: Final = 2
-_FEW: Final = 8  # groups, or retrievals, below which a share says nothing
+_FEW: Final = 8  # groups, or retrievals, below which a share has no meaning
 
 
 def _curve(data: RunData, name: str) -> Curve:

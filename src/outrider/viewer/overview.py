@@ -216,7 +216,8 @@ def _verdict(data: RunData) -> tuple[str, str]:
     scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
     if not scored:
         return "", "Not known whether it learned: no evaluation is recorded."
-    last = f"{_shortened(scored[-1].label, _MAX_LABEL)}: {format_evaluation(scored[-1])}"
+    result = format_evaluation(scored[-1]).replace("  ", " on ", 1)
+    last = f"{_shortened(scored[-1].label, _MAX_LABEL)}: {result}"
     if (gain := gain_of_main(data)) is None:
         return "", f"Not known whether it learned: {_missing_start(scored, last)}"
     start = [evaluation for evaluation in scored if evaluation.step == 0][-1]

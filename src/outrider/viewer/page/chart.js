@@ -88,10 +88,10 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
     const found = nearest(plot);
     if (found) open(found.one, found.index);
   });
-  const said = h("p.reading.quiet", { "aria-hidden": "true" }, "\u00a0");
+  const note = h("p.reading.quiet", { "aria-hidden": "true" }, "\u00a0");
   holder.addEventListener("mousemove", () => {
     const found = nearest(plot);
-    said.textContent = found
+    note.textContent = found
       ? `${lines.length > 1 ? found.one.label + ", " : ""}step ${found.one.steps[found.index]}: ` +
         number(found.one.values[found.index], 4)
       : "\u00a0";
@@ -101,7 +101,7 @@ export function chart({ title, xLabel, lines, smoothing, open, healthy = {} }) {
   });
   fit.observe(holder);
   return {
-    element: h("div", holder, said),
+    element: h("div", holder, note),
     leave: () => {
       fit.disconnect();
       plot.destroy();

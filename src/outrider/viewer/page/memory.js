@@ -79,11 +79,11 @@ const part = (title, { total, items }, entry) =>
     items.length < total && quiet(`The first ${items.length}; search to narrow.`),
   );
 
-const said = (text, most) => h("p.said", line(text, most));
+const para = (text, most) => h("p.para", line(text, most));
 
 const entry = (memory, showWhen) => (one) => [
-  said(one.text, 400),
-  one.observation && h("p.quiet.said", line(one.observation, 200)),
+  para(one.text, 400),
+  one.observation && h("p.quiet.para", line(one.observation, 200)),
   quiet(
     memory === "tips" ? `tip ${one.item_id} of ${one.key}` : `step ${one.index} of ${one.writer}`,
     ` · score ${number(one.score)} · by `,
@@ -100,5 +100,5 @@ const showing = (run, one) => [
   h(`span.origin.${one.origin}`, one.origin === "buffer" ? "retrieved step" : "tips"),
   one.similarity !== null && h("span.quiet", `similarity ${one.similarity.toFixed(3)}`),
   one.source && h("span.quiet", one.source),
-  said(one.text, 160),
+  para(one.text, 160),
 ];

@@ -28,7 +28,7 @@ export async function showStep(run, [where], query, view) {
     const mine = ++turn;
     try {
       const found = await ask("rollouts", { run: run.id, ...given, ...(place ? { where: place } : {}) });
-      if (mine !== turn) return; // a newer question has been asked
+      if (mine !== turn) return; // a newer request is on its way
       bars.draw(found.histogram, state.low, state.high);
       table.draw(found.rows, state.sort, state.descending === "1");
       const hasCalls = state.failed || found.rows.some((row) => isKnown(row.num_failed_calls));
@@ -183,7 +183,7 @@ function hits(run, { hits, more }, words) {
       `${placeName(hit.where)}, ${hit.task_key}, rollout ${hit.rollout}`,
     ),
     h(`span.origin.${hit.origin}`, hit.origin),
-    h("p.said", marked(line(hit.text, 220), words)),
+    h("p.para", marked(line(hit.text, 220), words)),
   ];
   return [quiet(text), list("", hits.map(entry), "ol")];
 }

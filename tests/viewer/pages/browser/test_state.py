@@ -1,4 +1,4 @@
-"""What the page keeps and says when something is missing, moved or reloaded."""
+"""What the page keeps and shows when something is missing, moved or reloaded."""
 
 import json
 import shutil
