@@ -95,19 +95,17 @@ def train(
         directory, settings = opened
         from outrider.training.setup import run_training
 
-        other_processes: dict[str, Any] = {}  # Ray is only imported if there are any
-        if settings.has_ranks:
-            from outrider.distributed import sharded_learner
+        with ExitStack() as cleanup:
+            other_processes: dict[str, Any] = {}
+            if settings.cluster.num_processes or settings.has_ranks:
+                from outrider.distributed import open_cluster, starters
 
-            other_processes["start_learner"] = sharded_learner
-        if settings.cluster.is_remote:
-            from outrider.distributed import remote_rollouts
-
-            other_processes["start_remote"] = remote_rollouts
-        with _stopping(directory.path, on_start) as stop:
-            run_training(
-                opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes
-            )
+                cluster = cleanup.enter_context(open_cluster(settings))
+                other_processes |= starters(settings, cluster)
+            with _stopping(directory.path, on_start) as stop:
+                run_training(
+                    opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes
+                )
     return load_run(directory.path)
 
 

@@ -211,6 +211,14 @@ class LocalEngine(_Engine):
         # slot -> (cache key, or None if it is free; the ids whose keys and values it has)
         self._slots: list[tuple[str | None, Ids]] = []
 
+    def with_own_cache(self) -> "LocalEngine":
+        """Return an engine with the same model and packed weights, and keys and values of its own, so that
+        its results do not depend on the requests of others. Only one of them may generate at a time.
+        """
+        other = copy.copy(self)
+        other._cache, other._slots = SlotCache(dtype=self._lm.dtype, device=self._device), []
+        return other
+
     def load(self, version: int) -> None:
         self.weight_version = version
         self._packed.drop()

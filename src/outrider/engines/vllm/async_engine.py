@@ -7,8 +7,7 @@ the prefix cache is dropped, and its blocks are salted with the version.
 
 import asyncio
 import os
-import zlib
-from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -92,18 +91,14 @@ class AsyncVllm:
             raise EngineFault(f"vLLM sampled tokens of version {sorted(versions)} instead of {version}")
         return self._requests.generation(request, latest.outputs[0], version=version)
 
-    async def load(self, version: int, pieces: AsyncIterable[bytes]) -> int:
-        """Load all weights (safetensors with Hugging Face names) and return the CRC-32 of all bytes.
+    async def load(self, version: int, path: str, checksum: int) -> None:
+        """Load all weights from a file of safetensors with Hugging Face names, whose CRC-32 is ``checksum``.
 
         After an EngineFault the engine is unusable.
         """
-        checksum = 0
         await self.begin_update()
-        async for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-            await self.take({"piece": piece, "checksum": zlib.crc32(piece)})
+        await self.take({"path": path, "checksum": checksum})
         await self.end_update(version)
-        return checksum
 
     async def meet(self, info: Mapping[str, Any]) -> None:
         """Connect to the sender of weights from a GPU; ``info`` is defined by the backend."""
