@@ -74,8 +74,8 @@ class PrefixSettings(Settings):
             )
         if run.cluster.max_staleness > 1:
             raise ValueError(
-                "algorithm.prefix goes without cluster.max_staleness above 1: a group has to end before the next prefix "
-                "of its task is known"
+                "algorithm.prefix goes without cluster.max_staleness above 1: a group has to end before "
+                "the next prefix of its task is known"
             )
 
 

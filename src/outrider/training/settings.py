@@ -246,9 +246,7 @@ class ClusterSettings(Settings):
                 "num_engines = num_trainers"
             )
         if self.weights == "nccl" and self.placement == "colocate":
-            raise ValueError(
-                "weights = nccl goes from one GPU to another: placement = disaggregate, or files"
-            )
+            raise ValueError("weights = nccl needs placement = disaggregate: colocated engines read files")
         return self
 
 
