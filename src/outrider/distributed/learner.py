@@ -212,7 +212,6 @@ class Rank:
             always_check_mismatch=True,  # the engine has its own weights
             version=version,
             probes=probes,
-            on_batch=PROGRESS.advance,
             seed=self._settings.seed,
         )
         if self.policy.num_steps != num_steps:

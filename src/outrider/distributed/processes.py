@@ -117,8 +117,14 @@ class Server:
         self._spec = spec
         self._target: Any = None
         self._num_pending = 0
-        self._listener = Listener(spec.address, backlog=128, authkey=spec.key)
-        self.address: Address = self._listener.address
+        self._counting = threading.Lock()
+        if isinstance(spec.address, str):  # renamed when it listens: the caller waits for the file
+            self._listener = Listener(f"{spec.address}~", backlog=128, authkey=spec.key)
+            os.rename(f"{spec.address}~", spec.address)
+            self.address: Address = spec.address
+        else:
+            self._listener = Listener(spec.address, backlog=128, authkey=spec.key)
+            self.address = self._listener.address
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="call")
         self._building = threading.Lock()
@@ -150,7 +156,7 @@ class Server:
                 done.set_result((PROGRESS.count, PROGRESS.location(), self._num_pending))
                 reply(done)
                 continue
-            self._num_pending += 1
+            self._count_pending(1)
             self._threads.submit(self._call, method, payload).add_done_callback(reply)
 
     def _call(self, method: str, payload: bytes) -> Any:
@@ -175,9 +181,13 @@ class Server:
         except Exception as error:
             data = pickle.dumps((number, False, self._portable(error, method)))
         if method != _BEAT:
-            self._num_pending -= 1
+            self._count_pending(-1)
         with lock, suppress(OSError):  # the caller may have ended
             connection.send_bytes(data)
+
+    def _count_pending(self, change: int) -> None:
+        with self._counting:
+            self._num_pending += change
 
     def _portable(self, error: Exception, method: str) -> Exception:
         """Return an OutriderError as it is if it can be pickled, and a ClusterFault for any other error."""
