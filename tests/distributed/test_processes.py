@@ -98,7 +98,7 @@ def test_calls_return_results_and_errors(cluster: Cluster, start: Callable[..., 
     assert process.call("coroutine", 3).result(30) == 3
     large = b"x" * 3_000_000
     assert process.call("echo", large).result(30) == large
-    with pytest.raises(ConfigError, match="^wrong setting$"):
+    with pytest.raises(ConfigError, match=r"^wrong setting$"):
         process.call("fail", ConfigError("wrong setting")).result(30)
     with pytest.raises(ClusterFault, match=r"engine 0 broke in fail: KeyError: 'x'.*--resume") as raised:
         process.call("fail", KeyError("x")).result(30)
