@@ -222,8 +222,6 @@ def _run_forked(spec: Spec, parent: int) -> None:
         prctl(_PR_SET_NAME, spec.name.removeprefix("rollout ").encode())  # at most 15 bytes, for ps and top
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log_path(spec.folder, spec.name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
