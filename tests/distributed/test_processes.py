@@ -107,6 +107,8 @@ def test_calls_return_results_and_errors(cluster: Cluster, start: Callable[..., 
     assert "\n" not in str(raised.value)
     with pytest.raises(ClusterFault, match="SystemExit: 3"):  # of a user's reward
         process.call("fail", SystemExit(3)).result(30)
+    calls = {"slow": process.call("sleep", 0.2), "fast": process.call("echo", 1)}
+    assert list(cluster.wait(calls).items()) == [("slow", "slept"), ("fast", 1)]
     with pytest.raises(ClusterFault, match="echo2"):
         process.call("echo2").result(30)
 

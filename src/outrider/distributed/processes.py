@@ -525,7 +525,7 @@ class Cluster:
     def wait(
         self, calls: Mapping[str, Future[Any]], *, on_tick: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Return the result of each call, or its :class:`ProcessLost`, by the name of the process.
+        """Return the result of each call, or its :class:`ProcessLost`, in the order of the calls.
 
         Raises any other error of a call at once. ``on_tick`` is called repeatedly.
         """
@@ -538,7 +538,7 @@ class Cluster:
                     answer = outcome(call)
                     results[name] = self.locate(answer) if isinstance(answer, ProcessLost) else answer
             on_tick()
-        return results
+        return {name: results[name] for name in calls}
 
     def results(self, calls: Mapping[str, Future[Any]]) -> list[Any]:
         """Return the results of all calls in order. Raises the first ProcessLost."""
