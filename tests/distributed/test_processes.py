@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,56 +13,16 @@ from typing import Any
 import pytest
 
 from outrider.distributed.processes import (
-    PROGRESS,
     Cluster,
     Process,
     SharedRolloutStatus,
-    location_path,
 )
 from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.training.settings import ClusterSettings
 from tests.distributed.processes import command_of, wait_until_ended
+from tests.distributed.served import Worker
 
 HEARTBEAT_S = 1.5
-
-
-class Worker:
-    """Does what a call requests. ``folder`` is that of the cluster, for its location."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self._status = SharedRolloutStatus(location_path(folder, name))
-
-    def echo(self, value: Any) -> Any:
-        return value
-
-    def fail(self, error: BaseException) -> None:
-        raise error
-
-    def sleep(self, seconds: float) -> str:
-        time.sleep(seconds)
-        return "slept"
-
-    def sleep_in_steps(self, num: int, seconds: float) -> str:
-        for _ in range(num):
-            time.sleep(seconds)
-            PROGRESS.advance()
-        return "slept"
-
-    def compute(self, seconds: float) -> str:
-        """Hold the interpreter's lock, as a regular expression in a reward does."""
-        self._status.set("task/3", "an environment's step")
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            re.match(r"(a+)+$", "a" * 22 + "b")
-        return "computed"
-
-    def hold_lock(self) -> None:
-        self._status.set("task/3", "an environment's step")
-        re.match(r"(a+)+$", "a" * 60 + "b")
-
-    async def coroutine(self, value: Any) -> Any:
-        await asyncio.sleep(0.01)
-        return value
 
 
 @pytest.fixture
@@ -201,7 +160,7 @@ KILLED = """
 import sys
 from outrider.distributed.processes import Cluster
 from outrider.training.settings import ClusterSettings
-from tests.distributed.test_processes import Worker
+from tests.distributed.served import Worker
 cluster = Cluster(ClusterSettings())
 process = cluster.start("engine 0", Worker, str(cluster.folder), "engine 0", busy_s=9.0, place=("engine", 0))
 print(cluster.folder, cluster._fork_server.pid, process.pid, flush=True)

@@ -2,10 +2,6 @@
 worker. The workers are real processes that play nothing.
 """
 
-import os
-import re
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +11,10 @@ from typing import Any
 import pytest
 
 from outrider.config import load_settings, validate
-from outrider.distributed.processes import Cluster, Process, SharedRolloutStatus, location_path
+from outrider.distributed.processes import Cluster, Process
 from outrider.distributed.recipe import Recipe
 from outrider.distributed.remote import RemoteProcesses, Repairs
 from outrider.distributed.rollouts import GroupPool, Job, PoolRollouts, RolloutWorker, WorkerSettings
-from outrider.engines.base import EngineSettings
 from outrider.environments.factbook.environment import FactbookConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, ConfigError, NoRepair
@@ -27,47 +22,14 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.listing import server_digests
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
-from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
-from outrider.training.async_rollouts import GroupResult
 from outrider.training.restarts import Allowance
 from outrider.training.run_dir import check_settings, flat_settings
 from outrider.training.settings import ClusterSettings, RunSettings
 from outrider.types import Message, Outcome, Step, Task, Trajectory
+from tests.distributed.served import Player, Reader
 
 HEARTBEAT_S = 1.5
-
-
-class Player:
-    """A worker whose results name the job. The question of a task is what it does to its worker."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self._status = SharedRolloutStatus(location_path(folder, name))
-
-    def build(self, *arguments: Any) -> None:
-        """Do nothing."""
-
-    def play(self, job: Job) -> GroupResult:
-        self._status.set(f"{job.task.key}/0", "an environment's step")
-        if job.task.question == "die":
-            os._exit(1)
-        if job.task.question == "hold the lock":
-            re.match(r"(a+)+$", "a" * 60 + "b")
-        if job.task.question == "die once" and not job.attempt:
-            time.sleep(0.05)
-            os._exit(1)
-        reason = f"{job.engine.name} {job.version} {job.training_step} {job.max_calls} {job.attempt}"
-        report = RolloutReport(
-            traces=[Trace(task=job.task, modes=job.modes)],
-            num_batches=1,
-            num_retries=1,
-            faults=Counter(retries=1),
-            fault_reasons=(reason,),
-        )
-        return GroupResult(report=report, gathered=[job.task.key], seconds=0.0, num_calls=2)
-
-    def cancel(self) -> None:
-        """Do nothing."""
 
 
 class Players:
@@ -274,18 +236,6 @@ def test_the_limit_of_repairs_can_be_raised_on_resume() -> None:
     began_with = flat_settings(settings(3))
     assert check_settings(began_with, settings(20)) == []
     assert check_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
-
-
-class Reader:
-    """Reads the settings of a run in another process."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-
-    def read(self) -> tuple[int, str, str]:
-        assert "beside_recipe" not in sys.modules
-        engine: EngineSettings = self._recipe.settings().engine
-        return engine.size, type(engine).__module__, engine.type  # type: ignore[attr-defined]
 
 
 def test_a_plug_in_beside_the_recipe_is_found_in_another_process(cluster: Cluster, tmp_path: Path) -> None:
