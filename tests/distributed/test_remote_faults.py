@@ -150,23 +150,6 @@ def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
     check_engine(crew.remote.engine)
 
 
-def test_an_older_weight_version_is_refused(crew: Crew) -> None:
-    engine = crew.remote.engine
-    engine.weight_version += 1  # as if a transfer had been forgotten
-    with pytest.raises(ClusterFault, match=r"engine [01] has weights of version \d+, and version \d+ was"):
-        crew.play()
-    engine.weight_version -= 1
-
-
-@pytest.fixture(scope="module")
-def repaired(crew: Crew, unbroken: object) -> Crew:
-    """After the cancelled batch of the test before, workers have to begin anew."""
-    for name in list(crew.remote.workers):
-        crew.remote.replace(ProcessLost(f"{name} died; go on", name))
-    crew.counts(), crew.remote.notes()
-    return crew
-
-
 @pytest.mark.parametrize(
     ("names", "how"),
     [
@@ -179,9 +162,9 @@ def repaired(crew: Crew, unbroken: object) -> Crew:
     ],
 )
 def test_a_lost_process_is_replaced_and_the_bits_are_the_same(
-    repaired: Crew, unbroken: object, names: tuple[str, ...], how: signal.Signals
+    crew: Crew, unbroken: object, names: tuple[str, ...], how: signal.Signals
 ) -> None:
-    crew, before = repaired, repaired.pids
+    before = crew.pids
     for name in names:
         os.kill(before[name], how)
     assert bits(crew.play()) == unbroken
@@ -199,50 +182,58 @@ def test_a_lost_process_is_replaced_and_the_bits_are_the_same(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_a_process_may_die_at_any_moment(repaired: Crew, unbroken: object, seed: int) -> None:
+def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int) -> None:
     draw = random.Random(seed)
-    pid = draw.choice(sorted(repaired.pids.values()))
+    pid = draw.choice(sorted(crew.pids.values()))
     killer = threading.Timer(draw.uniform(0.0, 0.6), os.kill, (pid, signal.SIGKILL))
     killer.start()
-    assert bits(repaired.play()) == unbroken
+    assert bits(crew.play()) == unbroken
     killer.join()
-    assert bits(repaired.play()) == unbroken  # if the signal came after the batch
-    counts = repaired.counts()
+    assert bits(crew.play()) == unbroken  # if the signal came after the batch
+    counts = crew.counts()
     assert counts.get("cluster/worker_deaths", 0) + counts.get("cluster/engine_deaths", 0) == 1.0
-    repaired.remote.notes()
+    crew.remote.notes()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
-def test_an_engine_that_is_lost_between_two_batches_is_replaced(repaired: Crew, how: signal.Signals) -> None:
+def test_an_engine_that_is_lost_between_two_batches_is_replaced(crew: Crew, how: signal.Signals) -> None:
     """A probe of the weights calls it first; its call has no name of a process."""
-    os.kill(repaired.pids["engine 0"], how)
-    prompt = repaired.play_here().traces[0]
-    assert len(repaired.remote.probes(prompt)) == 2
-    os.kill(repaired.pids["engine 1"], how)
-    repaired.remote.engine.free_cache()
-    counts = repaired.counts()
+    os.kill(crew.pids["engine 0"], how)
+    prompt = crew.play_here().traces[0]
+    assert len(crew.remote.probes(prompt)) == 2
+    os.kill(crew.pids["engine 1"], how)
+    crew.remote.engine.free_cache()
+    counts = crew.counts()
     assert counts.get("cluster/engine_deaths", 0) + counts.get("cluster/engine_hangs", 0) == 2.0
-    repaired.remote.notes()
+    crew.remote.notes()
 
 
-def test_an_engine_that_dies_before_a_transfer_is_replaced(repaired: Crew) -> None:
-    engine = repaired.remote.engine
-    os.kill(repaired.pids["engine 0"], signal.SIGKILL)
+def test_an_engine_that_dies_before_a_transfer_is_replaced(crew: Crew) -> None:
+    engine = crew.remote.engine
+    os.kill(crew.pids["engine 0"], signal.SIGKILL)
     engine.load(engine.weight_version + 1)
-    assert repaired.counts() == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
-    nodes = [node for trace in repaired.play().traces for node in trace.nodes if node.trainable]
+    assert crew.counts() == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
+    nodes = [node for trace in crew.play().traces for node in trace.nodes if node.trainable]
     assert {node.weight_version for node in nodes} == {engine.weight_version}
 
 
-def test_too_many_repairs_end_the_run_with_one_line_and_close_ends_all(repaired: Crew) -> None:
-    repaired.remote.repairs = Repairs(Allowance(0))
-    pids = list(repaired.pids.values())
-    os.kill(repaired.pids["rollout worker 1"], signal.SIGKILL)
+def test_an_older_weight_version_is_refused(crew: Crew) -> None:
+    engine = crew.remote.engine
+    engine.weight_version += 1  # as if a transfer had been forgotten
+    with pytest.raises(ClusterFault, match=r"engine [01] has weights of version \d+, and version \d+ was"):
+        crew.play()
+    engine.weight_version -= 1
+
+
+def test_too_many_repairs_end_the_run_with_one_line_and_close_ends_all(crew: Crew) -> None:
+    crew.remote.repairs = Repairs(Allowance(0))
+    pids = list(crew.pids.values())
+    os.kill(crew.pids["rollout worker 1"], signal.SIGKILL)
     with pytest.raises(ClusterFault, match=r"rollout worker 1 died in .*--resume") as raised:
-        repaired.play()
+        crew.play()
     assert "\n" not in str(raised.value)
-    repaired.remote.close()
-    repaired.remote.close()
+    crew.remote.close()
+    crew.remote.close()
     wait_until_ended(pids)
     assert not any(map(lives, pids))
 
