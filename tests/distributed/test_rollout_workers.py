@@ -52,7 +52,7 @@ class Players:
         name = f"rollout worker {number}"
         self.workers[name] = self.cluster.start(
             name, Player, str(self.cluster.folder), name,
-            busy_s=0.5, has_progress=False, place=("worker", number),
+            busy_s=3.0, has_progress=False, place=("worker", number),
         )  # fmt: skip
 
     def _worker_settings(self) -> None:
