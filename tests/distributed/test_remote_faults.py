@@ -145,11 +145,6 @@ def test_several_workers_generate_the_tokens_of_one_process(crew: Crew, unbroken
     assert [trace.leaves for trace in alone.traces] == [trace.leaves for trace in remote.traces]
 
 
-@pytest.mark.long
-def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
-    check_engine(crew.remote.engine)
-
-
 @pytest.mark.parametrize(
     ("names", "how"),
     [
@@ -215,6 +210,12 @@ def test_an_engine_that_dies_before_a_transfer_is_replaced(crew: Crew) -> None:
     assert crew.counts() == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
     nodes = [node for trace in crew.play().traces for node in trace.nodes if node.trainable]
     assert {node.weight_version for node in nodes} == {engine.weight_version}
+
+
+@pytest.mark.long
+def test_all_engines_together_keep_the_contract_of_one(crew: Crew) -> None:
+    """It loads new weights, so it comes after the tests that compare bits."""
+    check_engine(crew.remote.engine)
 
 
 def test_an_older_weight_version_is_refused(crew: Crew) -> None:
