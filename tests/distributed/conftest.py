@@ -10,6 +10,7 @@ import pytest
 from tests.tiny import save_tiny_model
 
 if TYPE_CHECKING:
+    from outrider.distributed.processes import Cluster
     from outrider.distributed.ray_session import Session
     from tests.distributed.forked_ranks import ForkedRanks
 
@@ -20,6 +21,15 @@ collect_ignore_glob = [] if find_spec("torch.distributed.checkpoint.hf_storage")
 @pytest.fixture(scope="package")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="package")
+def cluster() -> "Iterator[Cluster]":
+    from outrider.distributed.processes import Cluster
+    from outrider.training.settings import ClusterSettings
+
+    with Cluster(ClusterSettings()) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="package")

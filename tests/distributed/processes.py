@@ -28,12 +28,6 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def blocked_by(pid: int) -> int:
-    """The signals that it blocks, a bit each."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(one for one in lines if one.startswith("SigBlk:")).split()[1], 16)
-
-
 def children_of(pid: int) -> list[int]:
     """Of all its threads."""
     found = [int(one.name) for one in Path("/proc").iterdir() if one.name.isdigit()]

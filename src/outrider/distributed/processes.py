@@ -31,6 +31,7 @@ from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, Literal
 
 import torch
@@ -46,6 +47,7 @@ _BUSY_SHARE: Final = 0.05  # of one processor
 _PREFIX: Final = "outrider-"
 _BEAT: Final = "__beat__"
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_PR_SET_NAME: Final = 15
 _END_S: Final = 10.0
 _MAX_THREADS: Final = 1024  # concurrent calls of one process
 _PRELOADED: Final = (
@@ -61,15 +63,37 @@ Place = tuple[Literal["rank", "engine", "worker"], int]
 
 
 class Progress:
-    """What this process does: a counter that moves with its work, and the location of its rollouts."""
+    """What this process does: a counter that moves with its work, and the location of its rollouts.
+
+    ``num_pending`` is the number of running calls, ``changed`` the time at which the counter moved or the
+    first of them began.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.num_pending = 0
+        self.changed = 0.0
         self.location: Callable[[], str | None] = lambda: None
+        self._lock = threading.Lock()
 
     def advance(self, num: int = 1) -> None:
         """Count work, for example tokens of an engine or micro-batches of a rank."""
         self.count += num
+        self.changed = time.monotonic()
+
+    def begin_call(self) -> None:
+        with self._lock:
+            if not self.num_pending:
+                self.changed = time.monotonic()
+            self.num_pending += 1
+
+    def end_call(self) -> None:
+        with self._lock:
+            self.num_pending -= 1
+
+    def beat(self) -> tuple[int, float, str | None]:
+        """Return the answer to a heartbeat: the counter, the seconds without progress, and the location."""
+        stalled_s = time.monotonic() - self.changed if self.num_pending else 0.0
+        return self.count, stalled_s, self.location()
 
 
 PROGRESS: Final = Progress()
@@ -116,15 +140,8 @@ class Server:
         os.environ.update(spec.environ)
         self._spec = spec
         self._target: Any = None
-        self._num_pending = 0
-        self._counting = threading.Lock()
-        if isinstance(spec.address, str):  # renamed when it listens: the caller waits for the file
-            self._listener = Listener(f"{spec.address}~", backlog=128, authkey=spec.key)
-            os.rename(f"{spec.address}~", spec.address)
-            self.address: Address = spec.address
-        else:
-            self._listener = Listener(spec.address, backlog=128, authkey=spec.key)
-            self.address = self._listener.address
+        self._listener = Listener(spec.address, backlog=128, authkey=spec.key)
+        self.address: Address = self._listener.address
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="call")
         self._building = threading.Lock()
@@ -153,10 +170,10 @@ class Server:
             reply = partial(self._reply, connection, lock, number, method)
             if method == _BEAT:  # in this thread: all others may be occupied
                 done: Future[Any] = Future()
-                done.set_result((PROGRESS.count, PROGRESS.location(), self._num_pending))
+                done.set_result(PROGRESS.beat())
                 reply(done)
                 continue
-            self._count_pending(1)
+            PROGRESS.begin_call()
             self._threads.submit(self._call, method, payload).add_done_callback(reply)
 
     def _call(self, method: str, payload: bytes) -> Any:
@@ -178,18 +195,14 @@ class Server:
                 result.add_done_callback(partial(self._reply, connection, lock, number, method))
                 return
             data = pickle.dumps((number, True, result))
-        except Exception as error:
+        except BaseException as error:  # also SystemExit of a user's function
             data = pickle.dumps((number, False, self._portable(error, method)))
         if method != _BEAT:
-            self._count_pending(-1)
+            PROGRESS.end_call()
         with lock, suppress(OSError):  # the caller may have ended
             connection.send_bytes(data)
 
-    def _count_pending(self, change: int) -> None:
-        with self._counting:
-            self._num_pending += change
-
-    def _portable(self, error: Exception, method: str) -> Exception:
+    def _portable(self, error: BaseException, method: str) -> Exception:
         """Return an OutriderError as it is if it can be pickled, and a ClusterFault for any other error."""
         if isinstance(error, OutriderError):
             with suppress(Exception):
@@ -204,11 +217,11 @@ class Server:
 def _run_forked(spec: Spec, parent: int) -> None:
     """The main function of a forked process. It ends with the fork server, and that ends with the run."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_NAME, spec.name.removeprefix("rollout ").encode())  # at most 15 bytes, for ps and top
     if os.getppid() != parent:
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     output = os.open(log_path(spec.folder, spec.name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -220,18 +233,14 @@ def run_fork_server(descriptor: int) -> None:
     control = Connection(descriptor)
     for module in _PRELOADED:
         import_module(module)
-    statuses: dict[int, int] = {}
     while True:
         try:
             request = control.recv()
         except EOFError:
             os._exit(0)
         with suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                statuses[ended[0]] = ended[1]
-        if isinstance(request, int):
-            control.send(statuses.get(request))
-            continue
+            while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
+                pass
         server = os.getpid()
         pid = os.fork()
         if not pid:
@@ -259,7 +268,10 @@ def location_path(folder: str | Path, name: str) -> Path:
 
 
 class _Calls:
-    """The connection of this process to another one, and the pending calls."""
+    """The connection of this process to another one, and the pending calls.
+
+    A thread connects and sends, because both block while the other process is stopped.
+    """
 
     def __init__(self, process: "Process") -> None:
         self._process = process
@@ -268,53 +280,58 @@ class _Calls:
         self._number = 0
         self._connection: Connection | None = None
         self._is_lost = False
+        self._requests: SimpleQueue[tuple[int, str, bytes] | None] = SimpleQueue()
+        threading.Thread(target=self._send_all, name=f"calls of {process.name}", daemon=True).start()
 
     def send(self, method: str, payload: bytes) -> Future[Any]:
         future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # a cancelled future could not be set
         with self._lock:
-            self._number += 1
-            try:
-                if self._connection is None and not self._is_lost:
-                    self._connection = Client(self._process.address, authkey=self._process.key)
-                    name = f"answers of {self._process.name}"
-                    threading.Thread(target=self._receive, name=name, daemon=True).start()
-                if self._connection is not None and not self._is_lost:
-                    self._pending[self._number] = future, method
-                    self._connection.send_bytes(pickle.dumps((self._number, method, payload)))
-                    return future
-            except (OSError, EOFError):
-                self._is_lost = True
-                self._pending.pop(self._number, None)
+            if not self._is_lost:
+                self._number += 1
+                self._pending[self._number] = future, method
+                self._requests.put((self._number, method, payload))
+                return future
         future.set_exception(self._process.lost(method))
         return future
 
+    def _send_all(self) -> None:
+        with suppress(Exception):  # the process has ended
+            self._connection = Client(self._process.address, authkey=self._process.key)
+            name = f"answers of {self._process.name}"
+            threading.Thread(target=self._receive, name=name, daemon=True).start()
+            while (request := self._requests.get()) is not None:
+                self._connection.send_bytes(pickle.dumps(request))
+        self.close()
+
     def _receive(self) -> None:
         assert self._connection is not None
-        while True:
-            try:
+        with suppress(Exception):  # the process has ended, or sent what cannot be unpickled here
+            while True:
                 number, is_result, value = pickle.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                break
-            with self._lock:
-                future, _ = self._pending.pop(number)
-            if is_result:
-                future.set_result(value)
-            else:
-                future.set_exception(value)
-        with self._lock:
-            self._is_lost = True
-            lost = list(self._pending.values())
-            self._pending.clear()
-        for future, method in lost:
-            future.set_exception(self._process.lost(method))
+                with self._lock:
+                    future, _ = self._pending.pop(number)
+                if is_result:
+                    future.set_result(value)
+                else:
+                    future.set_exception(value)
+        self.close()
 
     def close(self) -> None:
+        """Fail all pending and later calls; may be called twice."""
+        with self._lock:
+            self._is_lost = True
+            lost, self._pending = list(self._pending.values()), {}
+        self._requests.put(None)
         if self._connection is not None:
             with suppress(OSError):  # wakes the thread that receives
                 socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
+        for future, method in lost:
+            future.set_exception(self._process.lost(method))
 
 
-_CONNECTIONS: Final[dict[Address, _Calls]] = {}
+_CONNECTIONS: Final[dict["Process", _Calls]] = {}
+_CONNECTING: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +351,9 @@ class Process:
 
     def call_pickled(self, method: str, payload: bytes) -> Future[Any]:
         """Call with arguments that were pickled once for several processes."""
-        calls = _CONNECTIONS.get(self.address) or _CONNECTIONS.setdefault(self.address, _Calls(self))
+        with _CONNECTING:
+            if (calls := _CONNECTIONS.get(self)) is None:
+                calls = _CONNECTIONS[self] = _Calls(self)
         return calls.send(method, payload)
 
     def lost(self, method: str) -> ProcessLost:
@@ -343,8 +362,8 @@ class Process:
         return ProcessLost(f"{self.name} died in {action}; {AGAIN}", self.name)
 
     def disconnect(self) -> None:
-        """Close this process's connection; pending calls fail."""
-        if (calls := _CONNECTIONS.pop(self.address, None)) is not None:
+        """Close this process's connection; pending and later calls fail."""
+        if (calls := _CONNECTIONS.get(self)) is not None:
             calls.close()
 
 
@@ -357,8 +376,7 @@ class _Watch:
     has_progress: bool  # whether its counter moves with its work
     beat: Future[Any] | None = None
     sent: float = 0.0
-    count: int = -1
-    changed: float = 0.0
+    count: int = 0
     location: str | None = None
     cpu_s: float | None = None
     cpu_at: float = 0.0
@@ -492,7 +510,7 @@ class Cluster:
                 pid = self._control.recv()
         except (OSError, EOFError) as error:
             raise ClusterFault(f"{spec.name} could not start: {self._last_line('fork server')}") from error
-        while not Path(spec.address).exists():
+        while not _is_listening(spec.address):
             if not _is_alive(pid):
                 raise ClusterFault(f"{spec.name} could not start: {self._last_line(spec.name)}")
             time.sleep(0.005)
@@ -507,21 +525,20 @@ class Cluster:
     def wait(
         self, calls: Mapping[str, Future[Any]], *, on_tick: Callable[[], None] = lambda: None
     ) -> dict[str, Any]:
-        """Return the result of each call, or its :class:`ProcessLost`, by the name of the process.
+        """Return the result of each call, or its :class:`ProcessLost`, in the order of the calls.
 
         Raises any other error of a call at once. ``on_tick`` is called repeatedly.
         """
         results: dict[str, Any] = {}
         while len(results) < len(calls):
             wait_futures([calls[name] for name in calls if name not in results], TICK_S, FIRST_COMPLETED)
-            faults = self.check()
+            self.check()
             for name, call in calls.items():
                 if name not in results and call.done():
-                    results[name] = outcome(call)
-                elif name not in results and name in faults:
-                    results[name] = faults[name]
+                    answer = outcome(call)
+                    results[name] = self.locate(answer) if isinstance(answer, ProcessLost) else answer
             on_tick()
-        return results
+        return {name: results[name] for name in calls}
 
     def results(self, calls: Mapping[str, Future[Any]]) -> list[Any]:
         """Return the results of all calls in order. Raises the first ProcessLost."""
@@ -539,7 +556,7 @@ class Cluster:
         return self.results({each.name: each.call_pickled(method, payload) for each in processes})
 
     def check(self) -> dict[str, ProcessLost]:
-        """Exchange heartbeats with all processes; returns those that died or are silent.
+        """Exchange heartbeats with all processes; returns those that died, and ends those that are silent.
 
         A process is silent if, for ``cluster.heartbeat_s``, it neither responds nor uses its processor; or
         if it computes for longer than its ``busy_s`` without a response or without progress. A call that
@@ -548,6 +565,9 @@ class Cluster:
         for watch in self._watches.values():
             if watch.fault is None:
                 watch.fault = self._check(watch, time.monotonic())
+                if watch.fault is not None:  # its pending calls fail, here and in other processes
+                    self._kill(watch.process)
+                    watch.process.disconnect()
         return {name: watch.fault for name, watch in self._watches.items() if watch.fault is not None}
 
     def _check(self, watch: _Watch, now: float) -> ProcessLost | None:
@@ -561,10 +581,8 @@ class Cluster:
             answer, watch.beat = outcome(watch.beat), None
             if isinstance(answer, ProcessLost):
                 return self._locate(watch, answer)
-            count, watch.location, num_pending = answer
-            if count != watch.count or not num_pending or not watch.has_progress:
-                watch.count, watch.changed = count, now
-            elif now - watch.changed > watch.busy_s:
+            watch.count, stalled_s, watch.location = answer
+            if watch.has_progress and stalled_s > watch.busy_s:
                 return self._silent(watch, f"made no progress for {watch.busy_s:g} s (cluster.stall_s)")
             return None
         if now - watch.cpu_at < limit:
@@ -598,9 +616,11 @@ class Cluster:
         return ProcessLost(seen, fault.process, fault.is_silent)
 
     def locate(self, fault: ProcessLost) -> ProcessLost:
-        """Return the fault with the location at which the process was last seen, if it is known."""
+        """Return the fault that :meth:`check` found, or this one with the location at which the process was
+        last seen.
+        """
         watch = self._watches.get(fault.process)
-        return fault if watch is None else self._locate(watch, fault)
+        return fault if watch is None else watch.fault or self._locate(watch, fault)
 
     def _location(self, watch: _Watch) -> str | None:
         with suppress(OSError):
@@ -661,6 +681,12 @@ def cpu_seconds(pid: int) -> float | None:
         return None
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _is_listening(address: str) -> bool:
+    # the file of a socket exists before it listens
+    with socket.socket(socket.AF_UNIX) as client:
+        return not client.connect_ex(address)
 
 
 def _is_alive(pid: int) -> bool:

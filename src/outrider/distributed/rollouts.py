@@ -395,19 +395,17 @@ class GroupPool:
         for call in list(self._calls):
             group = self._calls[call]
             assert group.worker is not None and group.engine is not None
-            if call.done():
-                del self._calls[call]
-                answer = outcome(call)
-                if not isinstance(answer, ProcessLost):
-                    self.finished[group.name] = answer
-                    continue
-                lost.append(group)
-                for process in (group.worker, group.engine):
-                    if answer.process == process.name and self._processes.is_current(process):
-                        faults.setdefault(process.name, self._processes.cluster.locate(answer))
-            elif group.worker.name in faults:
-                del self._calls[call]
-                lost.append(group)
+            if not call.done():
+                continue
+            del self._calls[call]
+            answer = outcome(call)
+            if not isinstance(answer, ProcessLost):
+                self.finished[group.name] = answer
+                continue
+            lost.append(group)
+            for process in (group.worker, group.engine):
+                if answer.process == process.name and self._processes.is_current(process):
+                    faults.setdefault(process.name, self._processes.cluster.locate(answer))
         for group in lost:
             assert group.worker is not None
             self._count_loss(group, faults.get(group.worker.name))
