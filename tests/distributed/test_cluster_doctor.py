@@ -31,6 +31,7 @@ def test_one_machine_needs_no_ray(capsys: Any, monkeypatch: pytest.MonkeyPatch, 
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_an_unreachable_ray_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And so is everything that needs it; nothing is left in the folder."""
     pytest.importorskip("ray")
