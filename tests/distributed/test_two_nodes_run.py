@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from outrider.config import validate
+from outrider.distributed.processes import Place, Process
+from outrider.errors import NoRepair, ProcessLost
+from outrider.training.settings import RunSettings
 from tests.distributed.processes import command_of, descendants, wait_until_ended
 from tests.training.tool_run import start_outrider
 from tests.training.whole_runs import command, write_data
@@ -84,6 +88,70 @@ def nodes() -> Iterator[Nodes]:
             yield made
         finally:
             made.close()
+
+
+class Echo:
+    """A process that needs no model."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self) -> None:
+        time.sleep(LIMIT_S)
+
+
+def test_processes_are_placed_called_lost_and_placed_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from outrider.distributed.nodes import RayCluster
+
+    for name, value in TOKEN.items():
+        monkeypatch.setenv(name, value)
+    second = nodes.begin()
+    settings = validate(
+        RunSettings,
+        {
+            "environment": {"type": "factbook"},
+            "algorithm": {"type": "grpo"},
+            "cluster": {
+                "num_engines": 2, "num_rollout_workers": 2, "ray_address": nodes.address,
+                "placement_timeout_s": PLACE_S,
+            },
+        },
+    )  # fmt: skip
+    places: dict[str, Place] = {
+        f"{kind} {number}": (kind, number)  # type: ignore[misc]
+        for kind in ("engine", "worker")
+        for number in range(2)
+    }
+    with RayCluster(settings.cluster) as cluster:
+
+        def start(name: str) -> Process:
+            return cluster.start(name, Echo, busy_s=LIMIT_S, has_progress=False, place=places[name])
+
+        cluster.reserve(settings, "rollouts")
+        processes = {name: start(name) for name in places}
+        pids = cluster.results({name: each.call("pid") for name, each in processes.items()})
+        assert pids == [each.pid for each in processes.values()] and set(pids) == set(nodes.hosts())
+        assert len(cluster.on_every_node(os.getpid)) == 2
+        there = set(descendants(second.pid))
+        lost = [name for name, each in processes.items() if each.pid in there]
+        assert len(lost) == 2
+        calls = {name: processes[name].call("sleep") for name in lost}
+        nodes.lose(second)
+        faults = cluster.wait(calls)
+        assert all(isinstance(fault, ProcessLost) for fault in faults.values())
+        for name in lost:
+            cluster.kill(processes[name])
+        monkeypatch.setattr(cluster.settings, "placement_timeout_s", 2.0)
+        with pytest.raises(NoRepair, match=f"{lost[0]} found no place within 2 s"):
+            start(lost[0])
+        monkeypatch.setattr(cluster.settings, "placement_timeout_s", PLACE_S)
+        nodes.begin()
+        again = {name: start(name) for name in lost}
+        pids = cluster.results({name: each.call("pid") for name, each in again.items()})
+        assert set(pids) <= set(nodes.hosts())
+    wait_until_ended(nodes.hosts())
 
 
 def test_processes_of_a_lost_node_move_or_the_run_ends(nodes: Nodes, tmp_path: Path) -> None:
