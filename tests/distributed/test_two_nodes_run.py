@@ -34,7 +34,8 @@ TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
 class Nodes:
     """Each with two processors; all end with :meth:`close`."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, token: dict[str, str]) -> None:
+        self._token = token
         self._folder, self._begun = folder, []  # type: tuple[str, list[subprocess.Popen[bytes]]]
         with socket.socket() as free:
             free.bind(("", 0))
@@ -57,7 +58,7 @@ class Nodes:
             [Path(sys.executable).parent / "ray", "start", "--block", "--num-cpus=2", *place,
              "--object-store-memory=150000000", "--min-worker-port=0", "--max-worker-port=0",
              "--dashboard-agent-listen-port=0", "--disable-usage-stats"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **TOKEN},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **self._token},
         )  # fmt: skip
         self._begun.append(made)
         return made
@@ -81,9 +82,11 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes() -> Iterator[Nodes]:
+def nodes(request: pytest.FixtureRequest) -> Iterator[Nodes]:
     with tempfile.TemporaryDirectory(prefix="two-nodes-", ignore_cleanup_errors=True) as folder:
-        made = Nodes(folder)  # a short name: sockets inside have to fit into 107 characters
+        made = Nodes(
+            folder, getattr(request, "param", TOKEN)
+        )  # a short name: sockets inside have to fit into 107 characters
         try:
             yield made
         finally:
@@ -100,13 +103,12 @@ class Echo:
         time.sleep(LIMIT_S)
 
 
+@pytest.mark.parametrize("nodes", [{"RAY_AUTH_MODE": "disabled"}], indirect=True)
 def test_processes_are_placed_called_lost_and_placed_again(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from outrider.distributed.nodes import RayCluster
 
-    for name, value in TOKEN.items():
-        monkeypatch.setenv(name, value)
     second = nodes.begin()
     settings = validate(
         RunSettings,
