@@ -92,12 +92,8 @@ def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
             try:
                 algorithm = _algorithm(settings)
                 # the first call of each: pages that were never touched
-                taken = [
-                    _timed(
-                        lambda own=learner, page=algorithm: own.update(traces, page, on_batch=lambda n: None)
-                    )
-                    for _ in range(num + 1)
-                ]
+                update = partial(learner.update, traces, algorithm, on_batch=lambda n: None)
+                taken = [_timed(update) for _ in range(num + 1)]
                 seconds[ranks] = statistics.median(taken[1:])
             finally:
                 learner.close()

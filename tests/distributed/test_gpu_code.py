@@ -149,7 +149,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> AsyncVllm:
     requests = SimpleNamespace(
         WeightTransferInitRequest=SimpleNamespace, WeightTransferUpdateRequest=SimpleNamespace
     )
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", requests)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", requests)
     made = AsyncVllm.__new__(AsyncVllm)
     made.llm, made._is_asleep = Calls(), False
     return made
