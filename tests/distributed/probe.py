@@ -10,7 +10,7 @@ import torch
 
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.distributed.learner import Rank, RankGroup, RankSettings, _whole
-from outrider.distributed.ray_session import Session
+from outrider.distributed.processes import Cluster
 from outrider.engines.local.model import Precision, load_model
 from outrider.trace import Trace
 from outrider.training.packing import pack
@@ -112,13 +112,13 @@ def rank_settings(folder: Path, **changed: Any) -> RankSettings:
         "initial": None, "has_reference": True,
         "optimizer": OptimizerSettings(learning_rate=1e-3), "update": SETTINGS,
         "cold_start": ColdStartSettings(num_examples=4, batch_size=3), "seed": 0, "num_threads": 1,
-        "timeout_s": 60.0,
+        "stall_s": 60.0,
     }  # fmt: skip
     return RankSettings(**{**given, **changed})
 
 
-def rank_group(session: Session, folder: Path, size: int, **changed: Any) -> RankGroup:
-    return RankGroup(session, rank_settings(folder, **changed), size=size, kind=ProbedRank)
+def rank_group(cluster: Cluster, folder: Path, size: int, **changed: Any) -> RankGroup:
+    return RankGroup(cluster, rank_settings(folder, **changed), size=size, kind=ProbedRank)
 
 
 def alone(

@@ -135,20 +135,20 @@ class EngineProcess:
         )
         return cast(Engine, plugins.build("engines", settings.engine, context))
 
-    def load(self, parcel: Parcel) -> tuple[int, int]:
-        """Load new weights and clear all caches; returns version and checksum. Raises ClusterFault for
-        weights older than the current ones.
+    def load(self, parcel: Parcel) -> int:
+        """Load new weights and clear all caches; returns the bytes read. Raises ClusterFault for weights
+        older than the current ones.
         """
         with self._lock:
             require_newer(self._number, self._version, parcel.version)
             before, self._version = self._version, None  # no request is accepted while they are incomplete
             model = self._model.model
             own = plain_names(model) | dict(model.named_parameters())
-            checksum = read(parcel, own, has_previous=before is not None)
+            num_bytes = read(parcel, own, version=before)
             for engine in (self._engine, *self._groups.values()):
                 engine.load(parcel.version)
             self._version = parcel.version
-        return parcel.version, checksum
+        return num_bytes
 
     def generate(
         self, group: str | None, requests: Sequence[Request], version: int, or_newer: bool = False
@@ -275,7 +275,7 @@ class VllmProcess:
         )
         return os.getpid(), requests.context_length
 
-    async def load(self, parcel: Parcel) -> tuple[int, int]:
+    async def load(self, parcel: Parcel) -> int:
         require_newer(self._number, self._version, parcel.version)
         # requests wait until the weights are complete
         self._version = None
@@ -286,7 +286,7 @@ class VllmProcess:
             self._version = parcel.version
         finally:
             self._may_begin.set()
-        return parcel.version, parcel.checksum
+        return Path(parcel.path).stat().st_size
 
     @contextmanager
     def _as_cluster_fault(self) -> Iterator[None]:
@@ -473,7 +473,6 @@ class EnginePool:
         self._learner, self._processes, self._files = learner, processes, files
         self._settings = processes.settings
         self._known_busy_s: dict[Process, float] = {}  # at the last request, also of replaced engines
-        self._num_steps: int | None = None  # of the optimizer, at the last transfer
 
     def load(self, version: int) -> None:
         """Send the learner's weights. Raises ClusterFault if an engine does not confirm them and cannot be
@@ -482,30 +481,27 @@ class EnginePool:
         began = time.perf_counter()
         if self._settings.uses_nccl:
             num_bytes, num_calls = self._processes.send_directly(version)
+            num_bytes *= len(self._processes.engines)
         else:
             parcel = self._files.write(engine_weights(self._learner, self._settings.engine), version)
-            num_bytes, num_calls = parcel.num_bytes, 1
-            self._send(parcel)
+            num_bytes, num_calls = self._send(parcel), 1
             self._files.drop_older()
         self.weight_version = version
-        num = len(self._processes.engines)
         self.sent = {
-            "weights/bytes": float(num_bytes * num),
-            "weights/rpcs": float(num_calls * num),
+            "weights/bytes": float(num_bytes),
+            "weights/rpcs": float(num_calls * len(self._processes.engines)),
             "time/weights": time.perf_counter() - began,
         }
 
-    def _send(self, parcel: Parcel) -> None:
-        missing = dict(self._processes.engines)
-        while missing:
-            calls = {name: process.call("load", parcel) for name, process in missing.items()}
-            for name, answer in self._processes.cluster.wait(calls).items():
-                if isinstance(answer, ProcessLost):
-                    self._processes.repairs.count("weights/num_failed")
-                    self._processes.replace(answer)  # which also sends the parcel
-                elif tuple(answer) != (parcel.version, parcel.checksum):
-                    raise ClusterFault(f"{name} has other weights than version {parcel.version}: {answer}")
-                missing.pop(name)
+    def _send(self, parcel: Parcel) -> int:
+        """Let all engines load the parcel; returns the bytes that they read."""
+        calls = {name: each.call("load", parcel) for name, each in self._processes.engines.items()}
+        answers = self._processes.cluster.wait(calls).values()
+        for answer in answers:
+            if isinstance(answer, ProcessLost):
+                self._processes.repairs.count("weights/num_failed")
+                self._processes.replace(answer)  # which also sends the parcel
+        return sum(answer for answer in answers if not isinstance(answer, ProcessLost))
 
     def send_newest(self, process: Process) -> None:
         """Send the newest weights to an engine that replaces another one. Raises ProcessLost."""

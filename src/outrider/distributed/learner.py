@@ -354,11 +354,12 @@ class RankGroup:
                     place=("rank", rank),
                 )
                 self._ranks.append(process)
-            [port] = cluster.call_all(self._ranks[:1], "open_store", cluster.host)
+            host = self._ranks[0].host
+            [port] = cluster.call_all(self._ranks[:1], "open_store", host)
         except BaseException:
             self.close()
             raise
-        self.built = self.call("build", cluster.host, port)
+        self.built = self.call("build", host, port)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks and return their results.

@@ -54,10 +54,6 @@ class RayCluster(Cluster):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ClusterFault(f"cluster.ray_address = {address}: {reason[:300]}{_hint(reason)}") from error
 
-    @property
-    def host(self) -> str:
-        return str(self._ray.util.get_node_ip_address())
-
     def reserve(self, settings: RunSettings, kind: Kind) -> None:
         """Reserve a placement group. Raises ClusterFault if it is not available in time; Ray itself would
         wait forever.

@@ -45,6 +45,7 @@ TICK_S: Final = 0.5  # the longest time that a signal has to wait
 _BETWEEN_BEATS_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05  # of one processor
 _PREFIX: Final = "outrider-"
+SHARED_MEMORY: Final = Path("/dev/shm")
 _BEAT: Final = "__beat__"
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
@@ -228,15 +229,18 @@ def _run_forked(spec: Spec, parent: int) -> None:
     Server(spec).run()
 
 
-def run_fork_server(descriptor: int) -> None:
-    """Import what all processes need, then fork one for each request, until the run ends."""
+def run_fork_server(descriptor: int, folder: str) -> None:
+    """Import what all processes need, then fork one for each request, until the run ends or is killed; then
+    remove its files.
+    """
     control = Connection(descriptor)
     for module in _PRELOADED:
         import_module(module)
     while True:
         try:
             request = control.recv()
-        except EOFError:
+        except (EOFError, OSError):
+            _remove(Path(folder))
             os._exit(0)
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # those that have ended
@@ -330,6 +334,7 @@ class _Calls:
             future.set_exception(self._process.lost(method))
 
 
+# by process, because one that replaces another may get its address
 _CONNECTIONS: Final[dict["Process", _Calls]] = {}
 _CONNECTING: Final = threading.Lock()
 
@@ -365,6 +370,11 @@ class Process:
         """Close this process's connection; pending and later calls fail."""
         if (calls := _CONNECTIONS.get(self)) is not None:
             calls.close()
+
+    @property
+    def host(self) -> str:
+        """Address of its machine for the ranks."""
+        return "127.0.0.1" if isinstance(self.address, str) else self.address[0]
 
 
 @dataclass(slots=True)
@@ -407,7 +417,8 @@ class Cluster:
         """Start the fork server; it imports while the run is set up."""
         own, other = socket.socketpair()
         code = (
-            f"from outrider.distributed.processes import run_fork_server; run_fork_server({other.fileno()})"
+            "from outrider.distributed.processes import run_fork_server; "
+            f"run_fork_server({other.fileno()}, {str(self.folder)!r})"
         )
         search = os.pathsep.join(path for path in sys.path if path)
         self._fork_server = subprocess.Popen(
@@ -493,11 +504,6 @@ class Cluster:
         if self._gpus:  # none for workers
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus.get(place, []))
         return environ
-
-    @property
-    def host(self) -> str:
-        """Address of this machine for the ranks."""
-        return "127.0.0.1"
 
     def _new_address(self, name: str) -> Address:
         return str(self.folder / f"{self._num_started}.sock")
@@ -656,7 +662,7 @@ class Cluster:
                 self._fork_server.wait(_END_S)
             self._fork_server.kill()
             self._fork_server.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _remove(self.folder)
 
     def __enter__(self) -> "Cluster":
         return self
@@ -697,9 +703,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _remove_stale() -> None:
-    """Remove folders of runs that were killed, here and in shared memory."""
-    for root in (Path(tempfile.gettempdir()), Path("/dev/shm")):
-        for folder in root.glob(f"{_PREFIX}[0-9]*-*"):
-            owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-            if owner.isdigit() and not Path("/proc", owner).exists() and Path("/proc").exists():
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove the files of runs that were killed with their fork server."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
+        owner = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if owner.isdigit() and not Path("/proc", owner).exists() and Path("/proc").exists():
+            _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of a run, and the one in shared memory."""
+    for path in (SHARED_MEMORY / folder.name, folder):
+        shutil.rmtree(path, ignore_errors=True)

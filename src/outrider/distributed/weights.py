@@ -5,22 +5,20 @@ or NCCL from the GPUs of the trainer ranks to those of vLLM. Engines read only t
 """
 
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from mmap import ACCESS_READ, mmap
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from outrider.distributed.processes import Cluster, Process
+from outrider.distributed.processes import SHARED_MEMORY, Cluster, Process
 from outrider.engines.base import EngineSettings
 from outrider.engines.vllm.engine import require_vllm
 from outrider.engines.vllm.weight_sum import NAME, append_sum
@@ -34,8 +32,7 @@ from outrider.training.adapters import (
 )
 from outrider.training.learner import Learner
 
-_SHARED_MEMORY: Final = Path("/dev/shm")
-_CRC_BYTES: Final = 2**24  # per call of CRC-32, which holds no lock meanwhile
+_CRC_BYTES: Final = 2**24  # per read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,76 +40,72 @@ class Parcel:
     """Weights in a file of safetensors.
 
     Attributes:
-        version: version of the weights.
-        path: file with all tensors.
-        names: names of all tensors.
-        changed: names of the tensors that differ from the version before.
-        num_bytes: size of the changed tensors.
+        version: Version of the weights.
+        path: File with all tensors.
         checksum: CRC-32 of the file.
+        previous: Version that was sent before, or None.
+        changed: Names of the tensors that differ from those of ``previous``.
     """
 
     version: int
     path: str
-    names: tuple[str, ...]
-    changed: tuple[str, ...]
-    num_bytes: int
     checksum: int
+    previous: int | None
+    changed: tuple[str, ...]
 
 
 class WeightFiles:
     """Writes one file per version; the newest one stays for engines that replace others."""
 
     def __init__(self, cluster: Cluster, run_folder: Path) -> None:
-        self._run_folder = run_folder
+        self._cluster, self._run_folder = cluster, run_folder
         self._folder: Path | None = None
-        self._is_local, self._prefix = cluster.is_local, f"{cluster.folder.name}-"
         self.newest: Parcel | None = None
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor], version: int) -> Parcel:
-        """Write all tensors. The file before may still be read until :meth:`drop_older`.
+        """Write all tensors, unless they equal those of the version before. That file may still be read until
+        :meth:`drop_older`.
 
         Raises ClusterFault if the file cannot be written.
         """
-        # cloned, because a tensor may be a view or shared
         own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        folder = self._place(sum(tensor.nbytes for tensor in own.values()))
+        folder = self._choose_folder(sum(tensor.nbytes for tensor in own.values()))
         path = folder / f"weights-{version}.safetensors"
-        changed = tuple(own)
+        before, previous, changed = self.newest, None, tuple(own)
         try:
-            if (before := self.newest) is not None and before.names == tuple(own):
-                with safe_open(before.path, "pt") as known:
-                    changed = tuple(
-                        name
-                        for name, tensor in own.items()
-                        if not torch.equal(known.get_tensor(name), tensor)
-                    )
+            if before is not None:
+                previous, changed = before.version, _changed(own, before.path)
+            if before is not None and not changed:
+                self.newest = replace(before, version=version, previous=previous, changed=())
+                return self.newest
             temporary = path.with_suffix(".tmp")
             save_file({name: _unshared(tensor) for name, tensor in own.items()}, temporary)
             temporary.replace(path)
             checksum = file_crc(path)
-        except OSError as error:
-            raise ClusterFault(f"the weights for the engines: {path}: {error.strerror}") from error
+        except (OSError, SafetensorError) as error:
+            raise ClusterFault(f"the weights for the engines: {path}: {error}") from error
         self.newest = Parcel(
-            version=version,
-            path=str(path),
-            names=tuple(own),
-            changed=changed,
-            num_bytes=sum(own[name].nbytes for name in changed),
-            checksum=checksum,
+            version=version, path=str(path), checksum=checksum, previous=previous, changed=changed
         )
         return self.newest
 
-    def _place(self, num_bytes: int) -> Path:
+    def _choose_folder(self, num_bytes: int) -> Path:
         """Return the folder of the files: shared memory if two versions fit there."""
-        if self._folder is None:
-            if not self._is_local:
-                self._folder = self._run_folder.resolve()
-                self._folder.mkdir(parents=True, exist_ok=True)
-            else:
-                has_room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free > 3 * num_bytes
-                root = _SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
-                self._folder = Path(tempfile.mkdtemp(prefix=self._prefix, dir=root))
+        if self._folder is not None:
+            return self._folder
+        if not self._cluster.is_local:
+            self._folder = self._run_folder.resolve()
+        elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
+            self._folder = SHARED_MEMORY / self._cluster.folder.name
+        else:
+            self._folder = self._cluster.folder
+            self._cluster.note(
+                f"{SHARED_MEMORY} has no room for two versions of the weights ({2 * num_bytes / 1e9:.1f} "
+                f"GB): they are written to {self._folder}"
+            )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.drop_older()  # of a run that was killed
         return self._folder
 
     def drop_older(self) -> None:
@@ -124,11 +117,25 @@ class WeightFiles:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Delete all files; may be called twice."""
+        """Delete all files; may be called twice. The cluster removes the folder."""
         self.newest = None
         self.drop_older()
-        if self._is_local and self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _changed(tensors: Mapping[str, Tensor], path: str) -> tuple[str, ...]:
+    """Return the names of the tensors that differ from a file's in any bit."""
+    with safe_open(path, "pt") as file:
+        known = set(file.keys())
+        return tuple(
+            name
+            for name, tensor in tensors.items()
+            if name not in known or not torch.equal(_bits(file.get_tensor(name)), _bits(tensor))
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # as numbers, -0 would equal 0
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _unshared(tensor: Tensor) -> Tensor:
@@ -139,35 +146,37 @@ def _unshared(tensor: Tensor) -> Tensor:
 def file_crc(path: Path | str) -> int:
     """Return the CRC-32 of a file."""
     checksum = 0
-    with open(path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-        view = memoryview(data)
-        for begin in range(0, len(view), _CRC_BYTES):
-            checksum = zlib.crc32(view[begin : begin + _CRC_BYTES], checksum)
-        view.release()
+    with open(path, "rb") as file:
+        while data := file.read(_CRC_BYTES):
+            checksum = zlib.crc32(data, checksum)
     return checksum
 
 
 @torch.no_grad()
-def read(parcel: Parcel, into: Mapping[str, Tensor], *, has_previous: bool) -> int:
-    """Copy a parcel into tensors by name, or only what has changed if they have the version before; returns
-    the checksum. Raises ClusterFault if the weights differ from those that were sent.
+def read(parcel: Parcel, into: Mapping[str, Tensor], *, version: int | None) -> int:
+    """Copy a parcel into tensors by name, or only what has changed if their ``version`` is the one before;
+    returns the number of bytes. Raises ClusterFault if the weights differ from those that were sent.
     """
+    num_bytes = 0
+    if version is not None and version == parcel.previous and not parcel.changed:
+        return num_bytes
     try:
-        checksum = file_crc(parcel.path)
-        if checksum != parcel.checksum:
+        if file_crc(parcel.path) != parcel.checksum:
             raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
         with safe_open(parcel.path, "pt") as file:
-            for name in parcel.changed if has_previous else parcel.names:
+            is_next = version is not None and version == parcel.previous
+            for name in parcel.changed if is_next else file.keys():
                 tensor = file.get_tensor(name)
                 if name not in into or into[name].shape != tensor.shape:
                     raise ClusterFault(f"weights of another model were sent: {name} {tuple(tensor.shape)}")
                 into[name].copy_(tensor)
+                num_bytes += tensor.nbytes
     except OSError as error:
         raise ClusterFault(
             f"{parcel.path}: {error.strerror or error}; the run's folder has to be on storage that all "
             "machines share"
         ) from error
-    return checksum
+    return num_bytes
 
 
 def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:

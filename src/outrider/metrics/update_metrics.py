@@ -114,8 +114,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
     ),
     *group(
         "weights",
-        ("bytes", "bytes", "weights sent to all engine processes together after this step",
-         "constant", "cluster.weights"),
+        ("bytes", "bytes", "weights that all engine processes together loaded after this step",
+         "constant; 0 if the update made no step", "cluster.weights"),
         ("rpcs", "1", "calls of engine processes for one transfer of weights", "one an engine",
          "cluster.num_engines"),
         ("num_failed", "engines", "engines that did not load the weights and were replaced", {"high": 0},

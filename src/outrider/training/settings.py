@@ -618,7 +618,7 @@ class RunSettings(Settings):
         if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
         if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
-            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray assigns the GPUs")
+            raise ValueError("[cluster] takes model.device = cpu or cuda: each process gets its own GPU")
         if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
             raise ValueError(
                 f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "
