@@ -14,7 +14,7 @@ pickled.
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import TypeAdapter
 
 from outrider.algorithms.base import TaskChoice
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.printing import plural
 from outrider.rollout.branching import Expansion
@@ -69,6 +69,16 @@ class PendingStep:
     is_chosen: bool  # by the algorithm, not drawn from the order of tasks
     results: dict[int, GroupResult] = field(default_factory=dict)
     rounds: Rounds | None = None  # None: it is from a checkpoint and has not begun again
+    sampled: SampledStep | None = None  # at once for a step without groups, for example of replays only
+
+    def next_round(self, rounds: Rounds) -> Round | None:
+        """Begin with the rounds; returns the first one, or None if there is none."""
+        self.rounds = rounds
+        try:
+            return next(rounds)
+        except StopIteration as end:
+            self.sampled = end.value
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +129,18 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
 def read_snapshot(folder: Path) -> QueueSnapshot | None:
     """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
 
-    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
+    Raises CheckpointError for a queue of an earlier version, OSError, and ValueError, KeyError or TypeError
+    for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
     if not lines:
         return None
     head, *groups = lines
+    if not all("next_cursor" in entry for entry in head.get("steps", [{}])):
+        raise CheckpointError(
+            f"{folder / QUEUE} is from an earlier version, whose rollouts ahead cannot be continued: finish "
+            "the run with that version, or resume from a checkpoint without this file"
+        )
     steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
     for group in groups:
         report = RolloutReport(
@@ -244,28 +260,29 @@ class AsyncRolloutQueue:
                 raise ConfigError(
                     "cluster.max_staleness above 1 goes without an algorithm that leaves groups out of a step"
                 )
-            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
-            first = next(rounds, Round(tasks=(), modes=(), cursor=cursor))
             pending = PendingStep(
                 step=self._next,
                 cursor=self._cursor,
-                round=first,
+                round=Round(tasks=(), modes=(), cursor=cursor),
                 is_chosen=choice.tasks is not None,
-                rounds=rounds,
             )
+            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
+            pending.round = pending.next_round(rounds) or pending.round
             self._steps[self._next] = pending
-            self._next, self._cursor = self._next + 1, first.cursor
-            self._submit(pending, range(len(first.tasks)))
+            self._next, self._cursor = self._next + 1, pending.round.cursor
+            self._submit(pending, range(len(pending.round.tasks)))
 
     def _begin_again(self, pending: PendingStep) -> None:
-        """Start what had not ended at a checkpoint. Tasks that the algorithm had chosen are those of the
-        checkpoint, because its choice may depend on what it has learned since.
+        """Start what had not ended at a checkpoint. The tasks and their number are those of the checkpoint,
+        because the algorithm's choice may depend on what it has learned since.
         """
-        choice = None
+        tasks = pending.round.tasks
         if pending.is_chosen:
-            choice = TaskChoice(num_groups=len(pending.round.tasks), tasks=pending.round.tasks)
-        pending.rounds = step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice)
-        next(pending.rounds, None)
+            choice = TaskChoice(num_groups=len(tasks), tasks=tasks)
+        else:
+            _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
+            choice = replace(choice, num_groups=len(tasks), tasks=None)
+        pending.next_round(step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice))
         missing = [number for number in range(len(pending.round.tasks)) if number not in pending.results]
         self._submit(pending, missing)
 
@@ -291,8 +308,7 @@ class AsyncRolloutQueue:
 
         pending = self._steps[step]
         seconds, num_calls = 0.0, 0
-        sampled: SampledStep | None = None
-        while sampled is None:
+        while (sampled := pending.sampled) is None:
             self._wait(pending, on_tick)
             self._absorb(pending)
             groups = [pending.results[number] for number in range(len(pending.round.tasks))]
@@ -302,7 +318,7 @@ class AsyncRolloutQueue:
             try:
                 pending.round = pending.rounds.send(merge_reports([group.report for group in groups]))
             except StopIteration as end:
-                sampled = end.value
+                pending.sampled = end.value
             else:
                 pending.results = {}
                 self._submit(pending, range(len(pending.round.tasks)), num_calls=num_calls)
