@@ -127,7 +127,9 @@ class RandomPool:
             group.nodes[rollout], group.turns[rollout] = node.node_id, group.turns[rollout] + 1
             if group.turns[rollout] == TURNS:
                 value = float(int(group.trace.task.key[1:]) % 2)
-                leaf = Leaf(node.node_id, rollout, Outcome.FINISHED, value)
+                leaf = Leaf(
+                    node_id=node.node_id, rollout=rollout, outcome=Outcome.FINISHED, episode_return=value
+                )
                 group.trace.finish(leaf)
             if min(group.turns) == TURNS:
                 self.running.remove(group)
