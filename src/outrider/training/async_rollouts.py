@@ -14,7 +14,7 @@ pickled.
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -297,7 +297,7 @@ class AsyncRolloutQueue:
             choice = TaskChoice(num_groups=len(tasks), tasks=tasks)
         else:
             _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
-            choice = replace(choice, num_groups=len(tasks), tasks=None)
+            choice = TaskChoice(num_groups=len(tasks), group_filter=choice.group_filter)
         pending.next_round(step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice))
         self._submit(pending)
 
