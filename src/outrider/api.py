@@ -93,8 +93,6 @@ def train(
 
             opened = RunDirectory.create(folder, settings), settings
         directory, settings = opened
-        from outrider.training.setup import run_training
-
         with ExitStack() as cleanup:
             other_processes: dict[str, Any] = {}
             if settings.cluster.num_processes or settings.has_ranks:
@@ -102,6 +100,8 @@ def train(
 
                 cluster = cleanup.enter_context(open_cluster(settings))
                 other_processes |= starters(settings, cluster)
+            from outrider.training.setup import run_training  # imports torch while the fork server does
+
             with _stopping(directory.path, on_start) as stop:
                 run_training(
                     opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes

@@ -11,21 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError
-from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
 
 if TYPE_CHECKING:
     from outrider.distributed.processes import Cluster
     from outrider.distributed.remote import RemoteProcesses
+    from outrider.training.learner import Learner
 
 
 def open_cluster(settings: RunSettings) -> "Cluster":
-    """Start the fork server of this machine, or join a Ray. Raises ConfigError without Ray or with a torch
-    that is too old.
-    """
-    if settings.has_ranks:
-        require_torch()
+    """Start the fork server of this machine, or join a Ray. Raises ConfigError without Ray."""
     if settings.cluster.ray_address == "local":
         from outrider.distributed.processes import Cluster
 
@@ -36,8 +32,9 @@ def open_cluster(settings: RunSettings) -> "Cluster":
     return RayCluster(settings.cluster)
 
 
-def start_ranks(settings: RunSettings, *, cluster: "Cluster", initial: bool) -> Learner:
-    """Start the trainer ranks of a run."""
+def start_ranks(settings: RunSettings, *, cluster: "Cluster", initial: bool) -> "Learner":
+    """Start the trainer ranks of a run. Raises ConfigError with a torch that is too old."""
+    require_torch()
     from outrider.distributed.learner import ShardedLearner
 
     return ShardedLearner(settings, cluster, initial=initial)
@@ -45,7 +42,7 @@ def start_ranks(settings: RunSettings, *, cluster: "Cluster", initial: bool) -> 
 
 def start_rollout_processes(
     settings: RunSettings,
-    learner: Learner,
+    learner: "Learner",
     *,
     cluster: "Cluster",
     folder: Path,

@@ -34,8 +34,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final, Literal
 
-import torch
-
 from outrider.errors import ClusterFault, OutriderError, ProcessLost
 from outrider.rollout.hooks import RolloutStatus
 from outrider.training.settings import ClusterSettings, RunSettings
@@ -476,6 +474,8 @@ class Cluster:
         model, cluster = settings.model, settings.cluster
         if model.device == "cpu":
             return
+        import torch  # late, so that the fork server starts before this process imports it
+
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         all_gpus = (
             [str(number) for number in range(torch.cuda.device_count())]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import TypeAdapter
 
 from outrider.algorithms.base import TaskChoice
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.printing import plural
 from outrider.rollout.branching import Expansion
@@ -58,17 +58,43 @@ class GroupResult:
 
 @dataclass(slots=True, kw_only=True)
 class PendingStep:
-    """A step that has begun: its first round, and the groups of the round that have ended, by number.
+    """A step that has begun, and its groups that have ended, numbered through its rounds.
 
-    ``cursor`` is the position in the order of tasks before the step.
+    ``cursor`` is the position in the order of tasks before the step. ``round`` is the current one, ``offset``
+    the number of groups before it.
     """
 
     step: int
     cursor: int
-    round: Round
+    first: Round
     is_chosen: bool  # by the algorithm, not drawn from the order of tasks
     results: dict[int, GroupResult] = field(default_factory=dict)
     rounds: Rounds | None = None  # None: it is from a checkpoint and has not begun again
+    sampled: SampledStep | None = None  # at once for a step without groups, for example of replays only
+    offset: int = 0
+    round: Round = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.round = self.first
+
+    @property
+    def numbers(self) -> range:
+        """The groups of the current round."""
+        return range(self.offset, self.offset + len(self.round.tasks))
+
+    @property
+    def missing(self) -> list[int]:
+        """The groups of the current round that have not ended."""
+        return [number for number in self.numbers if number not in self.results]
+
+    def next_round(self, rounds: Rounds) -> Round | None:
+        """Begin with the rounds; returns the first one, or None if there is none."""
+        self.rounds = rounds
+        try:
+            return next(rounds)
+        except StopIteration as end:
+            self.sampled = end.value
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +113,10 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
             {
                 "step": entry.step,
                 "cursor": entry.cursor,
-                "next_cursor": entry.round.cursor,
+                "next_cursor": entry.first.cursor,
                 "is_chosen": entry.is_chosen,
-                "tasks": [asdict(task) for task in entry.round.tasks],
-                "modes": [list(modes) for modes in entry.round.modes],
+                "tasks": [asdict(task) for task in entry.first.tasks],
+                "modes": [list(modes) for modes in entry.first.modes],
             }
             for entry in snapshot.steps
         ],
@@ -119,12 +145,18 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
 def read_snapshot(folder: Path) -> QueueSnapshot | None:
     """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
 
-    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
+    Raises CheckpointError for a queue of an earlier version, OSError, and ValueError, KeyError or TypeError
+    for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
     if not lines:
         return None
     head, *groups = lines
+    if not all("next_cursor" in entry for entry in head.get("steps", [{}])):
+        raise CheckpointError(
+            f"{folder / QUEUE} is from an earlier version, whose rollouts ahead cannot be continued: finish "
+            "the run with that version, or resume from a checkpoint without this file"
+        )
     steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
     for group in groups:
         report = RolloutReport(
@@ -149,7 +181,7 @@ def _parse_step(values: Mapping[str, Any]) -> PendingStep:
     return PendingStep(
         step=int(values["step"]),
         cursor=int(values["cursor"]),
-        round=Round(
+        first=Round(
             tasks=[read_task(task) for task in values["tasks"]],
             modes=[tuple(modes) for modes in values["modes"]],
             cursor=int(values["next_cursor"]),
@@ -230,10 +262,10 @@ class AsyncRolloutQueue:
         self._counts = parts.algorithm.counts() if snapshot is None else snapshot.counts
         self._steps = {} if snapshot is None else {pending.step: pending for pending in snapshot.steps}
         self._next = max(self._steps, default=step - 1) + 1
-        self._cursor = self._steps[self._next - 1].round.cursor if self._steps else cursor
+        self._cursor = self._steps[self._next - 1].first.cursor if self._steps else cursor
         self.num_restarted_groups = 0
         for pending in self._steps.values():
-            self.num_restarted_groups += len(pending.round.tasks) - len(pending.results)
+            self.num_restarted_groups += len(pending.missing)
             self._begin_again(pending)
 
     def begin(self, last: int) -> None:
@@ -244,38 +276,39 @@ class AsyncRolloutQueue:
                 raise ConfigError(
                     "cluster.max_staleness above 1 goes without an algorithm that leaves groups out of a step"
                 )
-            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
-            first = next(rounds, Round(tasks=(), modes=(), cursor=cursor))
             pending = PendingStep(
                 step=self._next,
                 cursor=self._cursor,
-                round=first,
+                first=Round(tasks=(), modes=(), cursor=cursor),
                 is_chosen=choice.tasks is not None,
-                rounds=rounds,
             )
+            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
+            pending.first = pending.round = pending.next_round(rounds) or pending.first
             self._steps[self._next] = pending
-            self._next, self._cursor = self._next + 1, first.cursor
-            self._submit(pending, range(len(first.tasks)))
+            self._next, self._cursor = self._next + 1, pending.first.cursor
+            self._submit(pending)
 
     def _begin_again(self, pending: PendingStep) -> None:
-        """Start what had not ended at a checkpoint. Tasks that the algorithm had chosen are those of the
-        checkpoint, because its choice may depend on what it has learned since.
+        """Start what had not ended at a checkpoint. The tasks and their number are those of the checkpoint,
+        because the algorithm's choice may depend on what it has learned since.
         """
-        choice = None
+        tasks = pending.first.tasks
         if pending.is_chosen:
-            choice = TaskChoice(num_groups=len(pending.round.tasks), tasks=pending.round.tasks)
-        pending.rounds = step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice)
-        next(pending.rounds, None)
-        missing = [number for number in range(len(pending.round.tasks)) if number not in pending.results]
-        self._submit(pending, missing)
+            choice = TaskChoice(num_groups=len(tasks), tasks=tasks)
+        else:
+            _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
+            choice = TaskChoice(num_groups=len(tasks), group_filter=choice.group_filter)
+        pending.next_round(step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice))
+        self._submit(pending)
 
-    def _submit(self, pending: PendingStep, numbers: Sequence[int], *, num_calls: int = 0) -> None:
-        """Start groups of the step's round, after ``num_calls`` tool calls of its earlier rounds."""
+    def _submit(self, pending: PendingStep, *, num_calls: int = 0) -> None:
+        """Start the missing groups of the current round, after ``num_calls`` tool calls of earlier rounds."""
         limit: int | None = getattr(self._parts.settings.environment, "max_batch_calls", None)
+        tasks, modes = pending.round.tasks, pending.round.modes
         self._pool.submit(
             {
-                (pending.step, number): (pending.round.tasks[number], pending.round.modes[number])
-                for number in numbers
+                (pending.step, number): (tasks[number - pending.offset], modes[number - pending.offset])
+                for number in pending.missing
             },
             training_step=pending.step,
             is_training=True,
@@ -291,29 +324,29 @@ class AsyncRolloutQueue:
 
         pending = self._steps[step]
         seconds, num_calls = 0.0, 0
-        sampled: SampledStep | None = None
-        while sampled is None:
+        while (sampled := pending.sampled) is None:
             self._wait(pending, on_tick)
             self._absorb(pending)
-            groups = [pending.results[number] for number in range(len(pending.round.tasks))]
+            groups = [pending.results[number] for number in pending.numbers]
             seconds += max((group.seconds for group in groups), default=0.0)
             num_calls += sum(group.num_calls for group in groups)
             assert pending.rounds is not None
             try:
-                pending.round = pending.rounds.send(merge_reports([group.report for group in groups]))
+                following = pending.rounds.send(merge_reports([group.report for group in groups]))
             except StopIteration as end:
-                sampled = end.value
+                pending.sampled = end.value
             else:
-                pending.results = {}
-                self._submit(pending, range(len(pending.round.tasks)), num_calls=num_calls)
+                pending.offset, pending.round = pending.numbers.stop, following
+                self._submit(pending, num_calls=num_calls)
         del self._steps[step]
         if not self._steps:
             self._cursor = sampled.cursor
         return QueuedStep(sampled=sampled, counts=self._counts, seconds=seconds)
 
     def _wait(self, pending: PendingStep, on_tick: Callable[[str], None]) -> None:
-        while len(pending.results) < len(pending.round.tasks):
-            on_tick(f"{len(pending.results)}/{len(pending.round.tasks)} groups")
+        while missing := pending.missing:
+            num_groups = len(pending.numbers)
+            on_tick(f"{num_groups - len(missing)}/{num_groups} groups")
             self._poll(timeout_s=_TICK_S)
 
     def wait_for_weights(self, *, on_tick: Callable[[str], None]) -> None:
@@ -325,7 +358,7 @@ class AsyncRolloutQueue:
     def _poll(self, *, timeout_s: float) -> None:
         self._pool.poll(timeout_s=timeout_s)
         for step, pending in self._steps.items():
-            for number in range(len(pending.round.tasks)):
+            for number in pending.missing:
                 if (result := self._pool.finished.pop((step, number), None)) is not None:
                     pending.results[number] = result
 
@@ -351,10 +384,16 @@ class AsyncRolloutQueue:
     def snapshot(self) -> QueueSnapshot:
         """Return the groups that have ended, for a checkpoint. They are absorbed first, so that the memories
         in the same checkpoint contain them.
+
+        With one step ahead, a round that has not ended (after a request to stop) begins again as a whole, so
+        that all of its groups begin with the same memories.
         """
         self._poll(timeout_s=0.0)
         steps = [self._steps[number] for number in sorted(self._steps)]
         for pending in steps:
+            if pending.missing and not self._is_far:
+                for number in pending.numbers:
+                    pending.results.pop(number, None)
             self._absorb(pending)
         return QueueSnapshot(steps=steps, counts=self._counts)
 
