@@ -12,14 +12,14 @@ ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from outrider.algorithms.base import Algorithm, is_plugin_loss
 from outrider.engines.base import VllmSettings
 from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
 from outrider.plugins.registry import resolve
-from outrider.training.settings import RunSettings
+from outrider.training.settings import ClusterSettings, RunSettings
 
 MARGIN: Final = 1.1  # fragmentation of the allocator, and buffers that no formula includes
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
@@ -68,7 +68,7 @@ class Training:
                     f"model.trained_layers = {self.trained_layers}, but {shape.name} has "
                     f"{shape.num_layers} layers"
                 )
-            return self.trained_layers * shape.layer_parameters + shape.width
+            return shape.last_layers_parameters(self.trained_layers) + shape.width
         return shape.num_parameters
 
     def layers_with_gradients(self, shape: ModelShape) -> int:
@@ -134,14 +134,15 @@ def activation_bytes(shape: ModelShape, training: Training) -> float:
 
 def layer_bytes(shape: ModelShape, training: Training) -> float:
     """Activations and gradients of the layer being computed: ``b (9 d + 4 f) T``."""
-    return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
+    return training.value_bytes * (9 * shape.width + 4 * shape.active_mlp_width) * training.max_tokens
 
 
 def activations_per_token(shape: ModelShape) -> int:
     """Numbers that a layer stores for its backward pass per token: inputs and outputs of its two norms (4 d),
     queries and attention outputs (2 H D), keys and values (2 K D), gate, up and their product (3 f).
     """
-    return 4 * shape.width + 2 * shape.attention_width + 2 * shape.kv_width + 3 * shape.mlp_width
+    attention = shape.query_width + shape.attention_width + 2 * shape.kv_width
+    return 4 * shape.width + attention + 3 * shape.active_mlp_width
 
 
 def head_bytes(shape: ModelShape, value_bytes: int) -> float:
@@ -161,7 +162,13 @@ def token_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2
     key-value heads each GPU still has one head.
     """
     heads = max(1.0, shape.num_kv_heads / tensor_parallel)
-    return 2 * value_bytes * shape.num_layers * heads * shape.head_size
+    return 2 * value_bytes * shape.num_attention_layers * heads * shape.head_size
+
+
+def state_bytes(shape: ModelShape) -> float:
+    """Recurrent states of one sequence, in float32; 0 for models with attention in all layers."""
+    linear = shape.linear_attention
+    return 4.0 * len(linear.layers) * linear.state_size if linear else 0.0
 
 
 def with_margin(num_bytes: float) -> float:
@@ -220,7 +227,7 @@ class Workload:
         if training.trained_layers is not None:
             backward *= training.trained_parameters(shape) / shape.num_parameters
         per_parameter = 2 + backward + 2 * training.checkpointed + 2 * self.extra_forwards
-        operations = per_parameter * shape.num_parameters * self.step_tokens
+        operations = per_parameter * shape.active_parameters * self.step_tokens
         return operations / (USED_SHARE * ranks * peak)
 
 
@@ -305,15 +312,32 @@ class Layout:
     @property
     def overrides(self) -> list[str]:
         """Settings that select this layout."""
+        return [f"cluster.{name}={value}" for name, value in self.settings.items()]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of ``[cluster]`` that select this layout."""
         if self.placement == "process":
-            return []
+            return {}
         settings = {
             "num_trainers": self.trainers,
             "num_engines": self.engines,
             "tensor_parallel": self.tensor_parallel,
             "placement": self.placement,
         }
-        return [f"cluster.{name}={value}" for name, value in settings.items()]
+        if self.placement == "disaggregate":
+            settings["weights"] = "nccl"  # selects a process of its own even for a single engine
+        return settings
+
+    def is_supported(self, shape: ModelShape) -> bool:
+        """Whether any recipe can use this layout for this model."""
+        if shape.is_unpacked and self.trainers > 1:
+            return False
+        try:
+            ClusterSettings.model_validate(self.settings)
+        except ValueError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +403,7 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
         trainer_gpu=shared_gpu_bytes if shares_gpu else with_margin(trainer),
         engine_gpu=engine,
         token=token,
-        episodes=int(room // (token * work.context)),
+        episodes=int(room // (token * work.context + state_bytes(shape))),
         gpu_memory=gpu_memory,
         engine_share=share,
     )
@@ -404,7 +428,7 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
         room = min(room, GIB * (work.engine_memory or _CPU_GIB))
     return Fit(
         layout=layout, rank=rank, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
-        episodes=int(room // (token * work.context)), gpu_memory=memory,
+        episodes=int(room // (token * work.context + state_bytes(shape))), gpu_memory=memory,
     )  # fmt: skip
 
 
@@ -421,7 +445,7 @@ def smallest_fit(
     """Return the layout with the fewest GPUs, and then the fewest per engine, that fits; None if none does.
 
     The number of trainers is a power of two within a node, or else whole nodes; an engine is within a node.
-    One process uses one GPU.
+    One process uses one GPU. Layouts that this version does not support are skipped.
     """
     if placement == "process":
         candidate = fit(shape, work, Layout(), gpu_memory=gpu_memory)
@@ -436,7 +460,8 @@ def smallest_fit(
                 continue
             engines = trainers // tp if placement == "colocate" else 1
             layout = Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
-            if (candidate := fit(shape, work, layout, gpu_memory=gpu_memory)).fits:
+            candidate = fit(shape, work, layout, gpu_memory=gpu_memory)
+            if candidate.fits and layout.is_supported(shape):
                 return candidate
     return None
 

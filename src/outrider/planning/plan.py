@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -17,8 +17,8 @@ from outrider.planning.memory import (
     fit_cpu,
     make_workload,
     smallest_fit,
+    state_bytes,
     suggested_overrides,
-    weight_bytes,
 )
 from outrider.planning.shape import GB, Device, ModelShape, find_shape
 from outrider.training.settings import RunSettings
@@ -52,8 +52,8 @@ class Plan:
 
     @property
     def sync_bytes(self) -> float:
-        """Bytes of one transfer of weights to an engine: bfloat16, ``2 P``."""
-        return weight_bytes(self.shape, tensor_parallel=1)
+        """Bytes of one transfer of weights to an engine; 0 if it uses the trainer's."""
+        return self.fit.weights * self.fit.layout.tensor_parallel
 
     @property
     def update_seconds(self) -> float:
@@ -75,6 +75,8 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
         model = settings.model.model_copy(update={"device": "cpu" if is_cpu else "cuda"})
         settings = settings.model_copy(update={"model": model})
     shape = find_shape(settings.model.name)
+    if settings.model.forward == "unpacked":
+        shape = replace(shape, is_unpacked=True)
     work = make_workload(settings, prompt_tokens=options.prompt_tokens, longest=shape.longest)
     layout, memory = make_layout(settings, options, shape), options.device.memory
     if is_cpu:
@@ -163,6 +165,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
     shared = "shared with the trainer" if not fit.weights else engine_precision
     yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
     yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
+    if states := state_bytes(shape):
+        yield _line("  recurrent states", _gb(states), "per episode")
     words = "with a margin of 10 % and 2 GB, without keys and values"
     if device.is_cpu:
         words = "with a margin of 10 % and 0.5 GB per process, without keys and values"
@@ -175,7 +179,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
     share = f", engine.memory = {fit.engine_share:g}" if fit.engine_share is not None else ""
     yield _line("episodes at a time", f"{fit.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
-    yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
+    if plan.sync_bytes:
+        yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.options.device.peak:
         yield _line("seconds of an update", _seconds(plan.update_seconds), seconds_words(plan))
     shortage = ""
@@ -199,7 +204,7 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         needs = f"; the recipe needs other settings for it: {refusal}" if refusal else ""
         yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest) + needs)
     if not plan.fewest:
-        yield _line("fewest GPUs", "none", "activations or vocabulary are too large for any number")
+        yield _line("fewest GPUs", "none", "no supported layout has enough memory")
 
 
 def layout_words(plan: Plan) -> str:
