@@ -136,8 +136,8 @@ def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "
             overrides.append("cluster.weights=store")  # the local engine cannot receive from GPU to GPU
         if layout.trainers > 1 and shape.is_unpacked:
             errors[layout] = (
-                f"cluster.num_trainers = {layout.trainers} needs a model that runs packed, and {shape.family} "
-                "does not (model.forward)"
+                f"cluster.num_trainers = {layout.trainers} needs a model that runs packed (model.forward), "
+                f"and {shape.family} does not"
             )
             continue
         try:

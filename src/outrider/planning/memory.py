@@ -189,6 +189,7 @@ class Workload:
     ``contexts``: samples that an episode may become at most; with ``whole_rollouts`` they are one micro-batch
     together.
     ``engine_memory``: ``engine.memory`` of the vLLM engine; ``has_vllm``: whether there is one.
+    ``concurrent``: episodes that play at a time; only vLLM lets them wait for memory.
     """
 
     training: Training
@@ -200,6 +201,7 @@ class Workload:
     whole_rollouts: bool = False
     has_vllm: bool = False
     engine_memory: float | None = None
+    concurrent: int = 1
 
     @property
     def episode_tokens(self) -> int:
@@ -276,6 +278,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         whole_rollouts=algorithm.needs_whole_rollouts or is_plugin_loss(token_loss),
         has_vllm=isinstance(engine, VllmSettings),
         engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,
+        concurrent=min(settings.num_concurrent, getattr(engine, "max_rows", settings.num_concurrent)),
     )
     # a longer context is a separate micro-batch
     max_tokens = max(update.max_tokens, work.unit_tokens)
@@ -319,7 +322,7 @@ class Layout:
         """Settings of ``[cluster]`` that select this layout."""
         if self.placement == "process":
             return {}
-        settings = {
+        settings: dict[str, Any] = {
             "num_trainers": self.trainers,
             "num_engines": self.engines,
             "tensor_parallel": self.tensor_parallel,

@@ -81,7 +81,8 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
     layout, memory = make_layout(settings, options, shape), options.device.memory
     if is_cpu:
         result = fit_cpu(shape, work, layout, memory=memory)
-        return Plan(shape=shape, work=work, options=options, fit=result, fewest=[], advice=[])
+        advice = _fewer_episodes(work, result)
+        return Plan(shape=shape, work=work, options=options, fit=result, fewest=[], advice=advice)
     result = fit(shape, work, layout, gpu_memory=memory)
     fewest = [
         candidate
@@ -92,8 +93,17 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
             )
         )
     ]
-    advice = [] if result.fits else suggested_overrides(shape, work, layout, gpu_memory=memory)
+    advice = _fewer_episodes(work, result)
+    if not result.fits:
+        advice = suggested_overrides(shape, work, layout, gpu_memory=memory)
     return Plan(shape=shape, work=work, options=options, fit=result, fewest=fewest, advice=advice)
+
+
+def _fewer_episodes(work: Workload, fit: Fit) -> list[str]:
+    """Return the number of concurrent episodes with room in the local engine, if the recipe has more."""
+    if work.has_vllm or not fit.fits or fit.layout.engines * fit.episodes >= work.concurrent:
+        return []
+    return [f"train.max_concurrent={fit.layout.engines * fit.episodes}"]
 
 
 def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) -> Layout:
@@ -196,7 +206,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         shortage = f"the memory is enough, but the recipe cannot use this layout: {refusal}"
     yield _line("fits", "no" if shortage else "yes", shortage)
     for advice in plan.advice:
-        yield _line("change", advice, "would fit")
+        words = "has room for keys and values" if fit.fits else "would fit"
+        yield _line("change", advice, words)
     if device.is_cpu:
         return
     for smallest in plan.fewest:

@@ -132,9 +132,7 @@ class ModelShape:
     def last_layers_parameters(self, num_layers: int) -> int:
         """Parameters of the last ``num_layers`` layers."""
         linear = self.linear_attention
-        num_linear = (
-            sum(index >= self.num_layers - num_layers for index in linear.layers) if linear else 0
-        )
+        num_linear = sum(index >= self.num_layers - num_layers for index in linear.layers) if linear else 0
         total = (num_layers - num_linear) * self.layer_parameters
         if linear:
             total += num_linear * (linear.parameters(self.width) + self._mlp_and_norms)
