@@ -88,10 +88,8 @@ def train(job: dict[str, Any], folder: str, rank: int) -> None:
     policy, reference = alone(job, folder) if job["ranks"] == 1 else sharded(job, folder, rank)
     traces = groups(GROUPS, rollouts=ROLLOUTS, longest=LONGEST)
     objective = ObjectiveSettings(kl_weight=0.01 if job["reference"] else 0.0)
-    for first in (True, False):
-        update(
-            policy, traces, objective=objective, settings=settings_of(job), reference=reference, first=first
-        )
+    for _ in range(2):
+        update(policy, traces, objective=objective, settings=settings_of(job), reference=reference)
 
 
 def main() -> None:

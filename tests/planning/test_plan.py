@@ -292,8 +292,8 @@ def test_layouts_that_no_recipe_can_use_are_not_suggested(capsys: pytest.Capture
     assert main(["plan", REASONING, "--model", "Qwen/Qwen3-14B"]) == 1
     assert "(disaggregate)\n" in capsys.readouterr().out  # no other setting is needed
     colocated = ["--model", "Qwen/Qwen3-0.6B", "--gpus", "8", "--tensor-parallel", "2"]
-    refused = planned(capsys, REASONING, *colocated)["refused"]
-    assert "tensor_parallel = 1" in refused
+    plan = planned(capsys, REASONING, *colocated)
+    assert not plan["fits"] and "tensor_parallel = 1" in plan["refused"]
     # the ranks of a model that is computed unpacked
     for unpacked in (
         ["--model", "openai/gpt-oss-20b"],

@@ -86,7 +86,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     refusals = _layout_errors(parsed.recipe, recipe_overrides, plan)
     refusal = refusals.get(plan.fit.layout)
     if parsed.json:
-        print_lines(json.dumps({**as_json(plan), "refused": refusal}))
+        print_lines(json.dumps(as_json(plan, refusals)))
     else:
         print_lines(*(part for line in lines(plan, refusals) for part in line.split("\n")))
     return 0 if plan.fit.fits and refusal is None else 1

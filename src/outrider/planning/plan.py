@@ -271,27 +271,29 @@ def _gb(size: float) -> str:
     return f"{size / GB:,.2f} GB" if size >= GB / 10 else f"{size / _MB:,.1f} MB"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return bytes, tokens and seconds as JSON values; keys are stable."""
+def as_json(plan: Plan, refusals: Mapping[Layout, str]) -> dict[str, Any]:
+    """Return bytes, tokens and seconds as JSON values; keys are stable. ``refusals`` as in :func:`lines`."""
     work, fit = plan.work, plan.fit
     return {
         "trained_parameters": work.training.trained_parameters(plan.shape),
         "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
         "device": asdict(plan.options.device),
         "training": asdict(work.training) | {"ranks": fit.layout.trainers},
-        **_fit_json(fit),
+        **_fit_json(fit, refusals),
         "context": work.context,
         "tokens_per_step": work.step_tokens,
         "sync_bytes": plan.sync_bytes,
         "update_seconds": plan.update_seconds if plan.options.device.peak else None,
         "change": list(plan.advice),
-        "fewest": [_fit_json(candidate) for candidate in plan.fewest],
+        "fewest": [_fit_json(candidate, refusals) for candidate in plan.fewest],
     }
 
 
-def _fit_json(fit: Fit) -> dict[str, Any]:
+def _fit_json(fit: Fit, refusals: Mapping[Layout, str]) -> dict[str, Any]:
+    refusal = refusals.get(fit.layout)
     return {
-        "fits": fit.fits,
+        "fits": fit.fits and refusal is None,
+        "refused": refusal,
         "layout": asdict(fit.layout) | {"num_gpus": fit.layout.num_gpus},
         "rank_bytes": dict(fit.rank),
         "engine_weight_bytes": fit.weights,
