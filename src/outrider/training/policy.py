@@ -10,6 +10,7 @@ V vocabulary.
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -521,7 +522,9 @@ def _read_shards(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
         for name, metadata in known.items()
         if isinstance(metadata, TensorStorageMetadata) and (with_optimizer or "/" not in name)
     }
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # torch warns of no_dist itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
