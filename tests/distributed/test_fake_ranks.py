@@ -5,9 +5,11 @@ must be a close upper bound.
 FSDP2 runs as on a CPU, without streams, and the update has one micro-batch.
 """
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
@@ -113,3 +115,36 @@ def test_the_plan_is_a_close_upper_bound_of_a_rank_s_peak(
     )
     planned = sum(rank_bytes(shape, training).values())
     assert found <= planned <= SLACK * found
+
+
+@pytest.mark.parametrize(("device", "freed"), [("cuda", ["empty_cache"]), ("cpu", [])])
+def test_a_rank_returns_cached_memory_after_gradients_and_gathered_weights_are_gone(
+    device: str, freed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine on the same GPU wakes up next."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    policy: Any = fsdp.ShardedPolicy.__new__(fsdp.ShardedPolicy)
+    policy.language_model = SimpleNamespace(device=torch.device(device))
+    policy.optimizer = SimpleNamespace(zero_grad=lambda set_to_none: calls.append("gradients"))
+    policy.scoring = SimpleNamespace(reshard=lambda: calls.append("reshard"))
+    policy.masters = {}
+    policy.ranks, policy.settings, policy.num_steps = SingleRank(), OptimizerSettings(), 0
+    policy.optimizer.param_groups = []
+    policy.step()
+    assert calls == ["gradients", "reshard", *freed]
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", "expandable_segments:True"), ("cpu", None)])
+def test_segments_of_a_rank_on_a_gpu_are_expandable(
+    device: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch reads the variable at the first allocation."""
+    variable, seen = "PYTORCH_CUDA_ALLOC_CONF", list[str | None]()
+    monkeypatch.setenv(variable, "")  # restored after the test
+    monkeypatch.delenv(variable)
+    monkeypatch.setattr(fsdp, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: seen.append(os.environ.get(variable)))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(variable)))
+    fsdp.join("localhost", 1, rank=0, size=1, timeout_s=1.0, device=device)
+    assert {*seen} == {expected}

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -183,6 +184,8 @@ def join(host: str, port: int, *, rank: int, size: int, timeout_s: float, device
     store = TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
     backend = "gloo"
     if device != "cpu":
+        # read at the first allocation; gathers and rows of many sizes would fragment fixed segments
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
@@ -519,6 +522,7 @@ class ShardedPolicy(ShardedScorer, Policy):
     def drop_gradients(self) -> None:
         super().drop_gradients()
         self.scoring.reshard()  # type: ignore[operator]  # a skipped step had no backward pass
+        free_cached_memory(self.language_model.device)
 
     def save(self, folder: Path) -> None:
         """Save this rank's shards as safetensors."""
@@ -554,6 +558,14 @@ class ShardedPolicy(ShardedScorer, Policy):
             fill(source, moments)
         self.num_steps = num_steps
         self.scoring.reshard()  # type: ignore[operator]
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return unused memory to the GPU: torch would keep the peak of an update reserved while an engine on the
+    same GPU wakes up.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def local(tensor: Tensor) -> Tensor:
