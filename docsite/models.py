@@ -16,7 +16,7 @@ import torch
 import transformers
 from benchmarks.figure_records import render_all
 from benchmarks.figures import rewritten
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.engines.local.model import Forward, LanguageModel, load_model
 from outrider.errors import ModelError
@@ -65,13 +65,16 @@ class Architecture:
         """Whether the installed transformers has it."""
         return self.model_type in CONFIG_MAPPING
 
+    def config(self) -> PreTrainedConfig:
+        """The tiny configuration."""
+        sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
+        return CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
+
     def save(self, folder: Path) -> None:
         """Save a model with random weights, large enough that its predictions depend on the context."""
-        sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
-        config = CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(self.config())
         for parameter in model.parameters():
             parameter.data.mul_(5.0 if parameter.dim() > 1 else 1.0)
         model.save_pretrained(folder)

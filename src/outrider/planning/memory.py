@@ -105,16 +105,18 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
 
 
 def gathered_bytes(shape: ModelShape, training: Training) -> float:
-    """FSDP2's gathers: the root's weights, two layers (one computed, one on its way), and the gradient of
-    the larger of them in float32 before ranks sum it: ``b P_root + 2 b P_layer + 4 max(P_root, P_layer)``.
-    A frozen root or layer has no gradient.
+    """FSDP2's gathers, the larger of two peaks. The backward pass has the root's weights, two layers (one
+    computed, one on its way), and the gradient of the larger of them in float32 before ranks sum it: ``b
+    P_root + 2 b P_layer + 4 max(P_root, P_layer)``. A frozen root or layer has no gradient. When the first
+    layer is gathered, the buffers from which the root's and its weights are copied still exist: ``2 b (P_root
+    + P_layer)``.
     """
-    root, layer = shape.root_parameters, shape.layer_parameters
+    root, layer, b = shape.root_parameters, shape.layer_parameters, training.value_bytes
     if training.lora_rank is not None:
         gradient = training.trained_parameters(shape) // shape.num_layers
     else:
         gradient = max(root, layer) if training.trains_all else layer
-    return training.value_bytes * (root + 2 * layer) + GRADIENT * gradient
+    return max(b * (root + 2 * layer) + GRADIENT * gradient, 2 * b * (root + layer))
 
 
 def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
