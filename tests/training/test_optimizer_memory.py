@@ -147,6 +147,9 @@ def test_adapters_on_a_4_bit_base_train_like_those_on_its_rounded_weights(
     projection = "model.layers.0.mlp.down_proj.weight"
     assert rounded[projection].dtype is dtype
     assert 0.02 < (rounded[projection] - original[projection]).norm() / original[projection].norm() < 0.2
+    weight = packed.model.get_parameter(projection.replace(".weight", ".base_layer.weight"))
+    scales = weight.quant_state.absmax
+    assert (weight.nbytes + scales.nbytes) / rounded[projection].numel() == 0.5 + 1 / 64
     bound = 0.02 if dtype is torch.bfloat16 else 1e-4
     assert train(packed, 3) == pytest.approx(train(plain, 3), rel=bound)
     for policy in (packed, plain):

@@ -3,6 +3,7 @@ adapters into the weights, so that they can be loaded without peft.
 """
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from outrider.training.settings import ALL_LINEAR, LoraSettings
 _SETTING: Final = "model.lora.target_modules"
 _MAX_NAMES: Final = 8  # that a message lists
 _FUSED_MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+# It warns of an optional kernel at import, and peft imports it whenever it is installed.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 _LAYER: Final = re.compile(r".*?\.\d+\.")  # the first number of a name is that of its layer
 
 

@@ -622,10 +622,10 @@ class RunSettings(Settings):
                 f"optimizer.states = {self.optimizer.states}": self.optimizer.states != "float32",
                 "model.lora.base = 4bit": self.model.lora is not None and self.model.lora.base != "model",
             }
-            if refused := [name for name, is_set in single_process.items() if is_set]:
+            if setting := next((name for name, is_set in single_process.items() if is_set), None):
                 raise ValueError(
-                    f"{refused[0]} needs the trainer in the process that was started, and this [cluster] runs "
-                    "trainers in processes of their own, which shard the float32 states: remove it"
+                    f"{setting} needs the trainer in the process that was started, and this [cluster] "
+                    "runs trainers in processes of their own, which shard float32 states: remove it"
                 )
         if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
             raise ValueError(
