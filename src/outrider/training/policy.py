@@ -38,7 +38,7 @@ from outrider.engines.local.unpacked import (
 )
 from outrider.errors import CheckpointError, ModelError
 from outrider.files import follow_umask
-from outrider.training.adapters import broken_ties, choose_trained, merge_adapters
+from outrider.training.adapters import broken_ties, choose_trained, merge_adapters, require_bitsandbytes
 from outrider.training.packing import PackedBatch, RolloutPath, pack
 from outrider.training.settings import LoraSettings, OptimizerSettings
 
@@ -698,6 +698,20 @@ class Scorer:
         return loss
 
 
+def make_optimizer(masters: Iterable[Tensor], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return AdamW over the master weights, with moments as in ``settings.states``. Raises ModelError if
+    bitsandbytes is not installed.
+    """
+    betas = settings.beta1, settings.beta2
+    options: dict[str, Any] = {"betas": betas, "weight_decay": settings.weight_decay}
+    if settings.states != "8bit":
+        return torch.optim.AdamW(list(masters), lr=settings.learning_rate, fused=True, **options)
+    optimizer: torch.optim.Optimizer = require_bitsandbytes("optimizer.states = 8bit").optim.AdamW8bit(
+        list(masters), lr=settings.learning_rate, **options
+    )
+    return optimizer
+
+
 def _has_flex_kernel(language_model: LanguageModel) -> bool:
     config = language_model.model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -734,26 +748,26 @@ class Policy(Scorer):
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
         # In float32 or better: the parameter's own memory if it is that precise, else a copy.
+        is_offloaded = settings.states == "cpu"
         self.masters: dict[str, Tensor] = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            name: p.detach().to(
+                device="cpu" if is_offloaded else p.device,
+                dtype=torch.promote_types(p.dtype, torch.float32),
+                copy=is_offloaded,
+            )
             for name, p in self.working.items()
         }
         for name, parameter in self.working.items():
             # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
             parameter.register_post_accumulate_grad_hook(self._collect(name))
         self.num_steps = 0
-        self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.masters.values(), settings)
 
     def _collect(self, name: str) -> Callable[[Tensor], None]:
         def move(parameter: Tensor) -> None:
             master, gradient = self.masters[name], parameter.grad
             assert gradient is not None
+            gradient = gradient.to(master.device)  # before the cast, which would double what is transferred
             master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -798,7 +812,7 @@ class Policy(Scorer):
     def round_masters(self) -> None:
         """Copy the master weights into the working copy."""
         for name, parameter in self.working.items():
-            if parameter.dtype != self.masters[name].dtype:  # else they are one memory
+            if parameter.data_ptr() != self.masters[name].data_ptr():  # else they are one memory
                 parameter.copy_(self.masters[name])
 
     def export(self, folder: Path) -> None:
@@ -810,7 +824,8 @@ class Policy(Scorer):
         # safetensors takes no views with strides.
         save_file({name: tensor.contiguous() for name, tensor in self.masters.items()}, folder / MASTERS)
         moments = {
-            f"{key}/{name}": torch.as_tensor(value).contiguous()
+            # bitsandbytes shares its code books between weights, and safetensors stores no shared memory.
+            f"{key}/{name}": value.clone() if key.startswith("qmap") else torch.as_tensor(value).contiguous()
             for name, master in self.masters.items()
             for key, value in self.optimizer.state.get(master, {}).items()
         }
@@ -829,7 +844,8 @@ class Policy(Scorer):
             # In place, because the optimizer refers to these tensors.
             master.copy_(masters[name])
             moments = {
-                key.split("/", 1)[0]: value.to(master.device)
+                # bitsandbytes counts steps in a plain int
+                key.split("/", 1)[0]: int(value) if value.dtype == torch.int64 else value.to(master.device)
                 for key, value in tensors.items()
                 if "/" in key and key.split("/", 1)[1] == name
             }
