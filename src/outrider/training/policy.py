@@ -31,6 +31,8 @@ from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
     EAGER,
     Unpacked,
+    batch_sequences,
+    compute_batch,
     compute_hidden,
     compute_logits,
     split_into_sequences,
@@ -340,9 +342,9 @@ class Scoring(nn.Module):
 
 
 class UnpackedScoring(nn.Module):
-    """Like :class:`Scoring` for a model of the unpacked path: every sequence of the row runs alone. A
-    shared token is scored in one of them, so that the gradients of its rollouts add up as in a packed
-    row.
+    """Like :class:`Scoring` for a model of the unpacked path: the sequences of the row run in batches of
+    similar lengths. A shared token is scored in one of them, so that the gradients of its rollouts add up as
+    in a packed row.
     """
 
     def __init__(self, model: PreTrainedModel, unpacked: Unpacked) -> None:
@@ -363,11 +365,13 @@ class UnpackedScoring(nn.Module):
         """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
         outputs: list[Tensor] = []
-        read = compute_hidden if self.unpacked.has_plain_head else compute_logits
-        for sequence in split_into_sequences(plan, predictors_U.tolist(), self.unpacked):
-            positions_K = torch.tensor(sequence.indices, device=ids_N.device)
-            outputs.append(read(self.model, ids_N[list(sequence.tokens)], positions_K))
-            order += sequence.scored
+        compute = compute_hidden if self.unpacked.has_plain_head else compute_logits
+        sequences = split_into_sequences(plan, predictors_U.tolist(), self.unpacked)
+        for batch in batch_sequences(sequences, self.unpacked):
+            ids = [ids_N[list(sequence.tokens)] for sequence in batch]
+            indices = [sequence.indices for sequence in batch]
+            outputs.append(compute_batch(compute, self.model, ids, indices))
+            order += [number for sequence in batch for number in sequence.scored]
         targets = targets_U[order]
         if isinstance(support, Tensor):
             support = support[order]
