@@ -35,6 +35,7 @@ from outrider.engines.local.unpacked import (
     compute_batch,
     compute_hidden,
     compute_logits,
+    sequence_logits,
     split_into_sequences,
 )
 from outrider.errors import CheckpointError, ModelError
@@ -562,12 +563,11 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     loaded.eval()
     differences = []
     vocabulary_size, half = int(model.config.get_text_config().vocab_size), _NUM_TOKENS // 2
-    every = torch.arange(_NUM_TOKENS)
     for start in _STARTS:
         ids = torch.arange(start, start + _NUM_TOKENS) % vocabulary_size
-        ours, theirs = _logits(language_model, ids), compute_logits(loaded, ids, every).float()
+        ours, theirs = _logits(language_model, ids), sequence_logits(loaded, ids).float()
         # the effect of the first half on the predictions of the second
-        context = (theirs[half:] - compute_logits(loaded, ids[half:], every[:-half]).float()).norm()
+        context = (theirs[half:] - sequence_logits(loaded, ids[half:]).float()).norm()
         difference = (ours - theirs).norm()
         if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
             return
@@ -582,9 +582,9 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
 def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
     """Logits [N, V] of the policy as computed in training."""
     device = language_model.device
-    every = torch.arange(len(ids_N), device=device)
     if language_model.unpacked is not None:
-        return compute_logits(language_model.model, ids_N.to(device), every).float().cpu()
+        return sequence_logits(language_model.model, ids_N.to(device)).float().cpu()
+    every = torch.arange(len(ids_N), device=device)
     plan = TreePlan(segments=(Segment(length=len(ids_N)),))
     options: dict[str, Any] = {"position_ids": every[None], "use_cache": False, "plan": plan}
     run: Any = language_model.model

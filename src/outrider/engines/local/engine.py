@@ -596,8 +596,9 @@ class UnpackedEngine(_Engine):
             logits_BV = cached_logits(self._lm.model, ids_BN, starts, cache)[:, -1]
         for row, (context, ids) in enumerate(zip(contexts, targets, strict=True)):
             context.ids, context.logits = ids, logits_BV[row : row + 1]
-            one = len(contexts) == 1 or cache is None
-            context.cache = cache if one else take_rows(cache, [row], len(ids))
+            context.cache = cache
+            if cache is not None and len(contexts) > 1:
+                context.cache = take_rows(cache, [row], len(ids))
 
     def _decode(self, active: list[_Row], contexts: Sequence[_Context]) -> None:
         """Decode token by token until all rows have ended or need other rotations, and so another prefill."""

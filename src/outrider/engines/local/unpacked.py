@@ -130,6 +130,11 @@ def compute_batch(
     return compute(model, ids_BN, rows_K, positions_K)
 
 
+def sequence_logits(model: PreTrainedModel, ids_N: Tensor) -> Tensor:
+    """Return the logits [N, V] of one sequence."""
+    return compute_batch(compute_logits, model, [ids_N], [range(len(ids_N))])
+
+
 def batch_sequences(sequences: Iterable[Pass], unpacked: Unpacked) -> Iterator[list[Pass]]:
     """Group sequences of similar lengths, and of the same rotations, for :func:`compute_batch`."""
     batch: list[Pass] = []
@@ -204,15 +209,8 @@ def examine(model: PreTrainedModel, *, why: str, turns: tuple[int, ...] = ()) ->
     ids = (torch.arange(1, num + 1) % vocabulary).to(model.device)
     half = num // 2
     try:
-        whole, begun, alone, picked = (
-            compute_batch(compute_logits, model, [part], [indices])
-            for part, indices in (
-                (ids, range(num)),
-                (ids[:half], range(half)),
-                (ids[half:], range(num - half)),
-                (ids, (1, num - 2)),
-            )
-        )
+        whole, begun, alone = (sequence_logits(model, part) for part in (ids, ids[:half], ids[half:]))
+        picked = compute_batch(compute_logits, model, [ids], [(1, num - 2)])
     # the modules of an architecture may raise anything
     except Exception as error:
         reason = " ".join((str(error).strip() or type(error).__name__).split())[:200]
@@ -232,7 +230,7 @@ def examine(model: PreTrainedModel, *, why: str, turns: tuple[int, ...] = ()) ->
     )
     # the other rows differ from the first one in most tokens
     rows = [ids, (ids[: num - 2] * 5 + 3) % vocabulary, (ids[:half] * 7 + 5) % vocabulary]
-    expected = [compute_batch(compute_logits, model, [row], [range(len(row))]) for row in rows]
+    expected = [sequence_logits(model, row) for row in rows]
     least = 1.0 if whole.dtype == torch.float32 else 0.0
     limit = _BATCH_ROUNDING[whole.dtype] * max(least, float(context.float().abs().mean()))
 
@@ -352,14 +350,16 @@ def take_rows(cache: DynamicCache, rows: Sequence[int], length: int) -> DynamicC
     """Return a cache with copies of these rows, of which the longest has ``length`` tokens."""
     taken = copy.copy(cache)
     taken.layers = []
+    layer: Any
     for layer in cache.layers:
         tensors = {
             (name, index): (tensor[..., -length:, :] if index is None else tensor)[list(rows)]
             for (name, index), tensor in _tensors(layer).items()
         }
-        taken.layers.append(_with_tensors(layer, tensors))
+        layer = _with_tensors(layer, tensors)
         if hasattr(layer, "cumulative_length"):  # of a sliding window
-            taken.layers[-1].cumulative_length = length
+            layer.cumulative_length = length
+        taken.layers.append(layer)
     return taken
 
 
