@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -85,7 +86,7 @@ def measure(title: str, *, num_rows: int, sizes: Mapping[str, Any] = _SIZES) -> 
     ways = replace(model, unpacked=alone), model
     num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
     generations, rates = zip(
-        *(_timed(lambda way=way: make_engine(way).generate(requests), num_rows * _NEW) for way in ways),
+        *(_timed(partial(make_engine(way).generate, requests), num_rows * _NEW) for way in ways),
         strict=True,
     )
     same = zip(*generations, strict=True)
@@ -108,7 +109,7 @@ def measure(title: str, *, num_rows: int, sizes: Mapping[str, Any] = _SIZES) -> 
 
     num_tokens = policy.num_computed_tokens(batch)
     scores, update_rates = zip(
-        *(_timed(lambda way=way: update(way), num_tokens) for way in (alone, model.unpacked)), strict=True
+        *(_timed(partial(update, way), num_tokens) for way in (alone, model.unpacked)), strict=True
     )
     return (
         title, f"{num_parameters / 1e6:.0f}", *_compare(rates), *_compare(update_rates),

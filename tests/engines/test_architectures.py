@@ -175,8 +175,8 @@ def test_a_batch_of_an_unpacked_model_equals_one_sequence_at_a_time(
     if isinstance(found, ModelError) or found.unpacked is None:
         pytest.skip("not unpacked")
     assert found.unpacked.batches_generation and found.unpacked.batches_scoring
-    found = replace(found, eos_token_ids=frozenset())
-    alone = replace(found.unpacked, batches_generation=False, batches_scoring=False)
+    batched, found = found.unpacked, replace(found, eos_token_ids=frozenset())
+    alone = replace(batched, batches_generation=False, batches_scoring=False)
     engines = make_engine(found), make_engine(replace(found, unpacked=alone))
     contexts: list[Ids] = [tuple(range(5, 5 + num)) for num in (3, 9, 3, 14)]
     for turn in range(2):
@@ -196,7 +196,7 @@ def test_a_batch_of_an_unpacked_model_equals_one_sequence_at_a_time(
     [batch] = pack(rollout_paths([tree(length) for length in (26, 12, 23)]), max_tokens=10_000)
     scorer, results = Scorer(found), []
     named = dict(found.model.named_parameters())
-    for unpacked in (found.unpacked, alone):
+    for unpacked in (batched, alone):
         scorer.scoring = UnpackedScoring(found.model, unpacked)
         logprobs_T = scorer.score(batch).logprobs_T
         loss = (logprobs_T * batch.advantages_T.float()).sum()

@@ -71,7 +71,7 @@ def test_batches_that_change_the_numbers_are_found_at_the_start(
     model: LanguageModel,
 ) -> None:
     """A layer that mixes the rows of a batch, as some routers and norms do."""
-    [layer, *_] = model.model.base_model.layers
+    layer = model.model.get_submodule("model.layers.0")
 
     def mix(module: object, inputs: object, output: torch.Tensor) -> torch.Tensor:
         return output + output.mean(dim=0, keepdim=True)
