@@ -70,13 +70,13 @@ class Architecture:
         sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
         return CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, *, scale: float = 5.0) -> None:
         """Save a model with random weights, large enough that its predictions depend on the context."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(self.config())
         for parameter in model.parameters():
-            parameter.data.mul_(5.0 if parameter.dim() > 1 else 1.0)
+            parameter.data.mul_(scale if parameter.dim() > 1 else 1.0)
         model.save_pretrained(folder)
         character_tokenizer().save_pretrained(folder)
 

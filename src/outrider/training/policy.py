@@ -32,8 +32,11 @@ from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
     EAGER,
     Unpacked,
+    batch_sequences,
+    compute_batch,
     compute_hidden,
     compute_logits,
+    sequence_logits,
     split_into_sequences,
 )
 from outrider.errors import CheckpointError, ModelError
@@ -341,9 +344,9 @@ class Scoring(nn.Module):
 
 
 class UnpackedScoring(nn.Module):
-    """Like :class:`Scoring` for a model of the unpacked path: every sequence of the row runs alone. A
-    shared token is scored in one of them, so that the gradients of its rollouts add up as in a packed
-    row.
+    """Like :class:`Scoring` for a model of the unpacked path: the sequences of the row run in batches of
+    similar lengths. A shared token is scored in one of them, so that the gradients of its rollouts add up as
+    in a packed row.
     """
 
     def __init__(self, model: PreTrainedModel, unpacked: Unpacked) -> None:
@@ -364,11 +367,13 @@ class UnpackedScoring(nn.Module):
         """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
         outputs: list[Tensor] = []
-        read = compute_hidden if self.unpacked.has_plain_head else compute_logits
-        for sequence in split_into_sequences(plan, predictors_U.tolist(), self.unpacked):
-            positions_K = torch.tensor(sequence.indices, device=ids_N.device)
-            outputs.append(read(self.model, ids_N[list(sequence.tokens)], positions_K))
-            order += sequence.scored
+        compute = compute_hidden if self.unpacked.has_plain_head else compute_logits
+        sequences = split_into_sequences(plan, predictors_U.tolist(), self.unpacked)
+        for batch in batch_sequences(sequences, self.unpacked):
+            ids = [ids_N[list(sequence.tokens)] for sequence in batch]
+            indices = [sequence.indices for sequence in batch]
+            outputs.append(compute_batch(compute, self.model, ids, indices))
+            order += [number for sequence in batch for number in sequence.scored]
         targets = targets_U[order]
         if isinstance(support, Tensor):
             support = support[order]
@@ -561,12 +566,11 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     loaded.eval()
     differences = []
     vocabulary_size, half = int(model.config.get_text_config().vocab_size), _NUM_TOKENS // 2
-    every = torch.arange(_NUM_TOKENS)
     for start in _STARTS:
         ids = torch.arange(start, start + _NUM_TOKENS) % vocabulary_size
-        ours, theirs = _logits(language_model, ids), compute_logits(loaded, ids, every).float()
+        ours, theirs = _logits(language_model, ids), sequence_logits(loaded, ids).float()
         # the effect of the first half on the predictions of the second
-        context = (theirs[half:] - compute_logits(loaded, ids[half:], every[:-half]).float()).norm()
+        context = (theirs[half:] - sequence_logits(loaded, ids[half:]).float()).norm()
         difference = (ours - theirs).norm()
         if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
             return
@@ -581,9 +585,9 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
 def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
     """Logits [N, V] of the policy as computed in training."""
     device = language_model.device
-    every = torch.arange(len(ids_N), device=device)
     if language_model.unpacked is not None:
-        return compute_logits(language_model.model, ids_N.to(device), every).float().cpu()
+        return sequence_logits(language_model.model, ids_N.to(device)).float().cpu()
+    every = torch.arange(len(ids_N), device=device)
     plan = TreePlan(segments=(Segment(length=len(ids_N)),))
     options: dict[str, Any] = {"position_ids": every[None], "use_cache": False, "plan": plan}
     run: Any = language_model.model
