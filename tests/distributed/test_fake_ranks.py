@@ -5,7 +5,6 @@ must be a close upper bound.
 FSDP2 runs as on a CPU, without streams, and the update has one micro-batch.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,18 +132,3 @@ def test_a_rank_returns_cached_memory_after_gradients_and_gathered_weights_are_g
     policy.optimizer.param_groups = []
     policy.step()
     assert calls == ["gradients", "reshard", *freed]
-
-
-@pytest.mark.parametrize(("device", "expected"), [("cuda", "expandable_segments:True"), ("cpu", None)])
-def test_segments_of_a_rank_on_a_gpu_are_expandable(
-    device: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """torch reads the variable at the first allocation."""
-    variable, seen = "PYTORCH_CUDA_ALLOC_CONF", list[str | None]()
-    monkeypatch.setenv(variable, "")  # restored after the test
-    monkeypatch.delenv(variable)
-    monkeypatch.setattr(fsdp, "TCPStore", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda number: seen.append(os.environ.get(variable)))
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append(os.environ.get(variable)))
-    fsdp.join("localhost", 1, rank=0, size=1, timeout_s=1.0, device=device)
-    assert {*seen} == {expected}

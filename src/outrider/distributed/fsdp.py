@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -184,8 +183,6 @@ def join(host: str, port: int, *, rank: int, size: int, timeout_s: float, device
     store = TCPStore(host, port, size, is_master=False, timeout=limit, wait_for_workers=False)
     backend = "gloo"
     if device != "cpu":
-        # read at the first allocation; gathers and rows of many sizes would fragment fixed segments
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(0)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
