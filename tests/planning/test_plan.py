@@ -253,6 +253,23 @@ def test_a_frozen_model_has_neither_masters_nor_moments() -> None:
     assert sum(whole.values()) - sum(rank.values()) > 14 * shape.num_parameters
 
 
+def test_optimizer_states_in_8_bit_or_in_host_memory_are_counted() -> None:
+    """Bytes on the GPU per trained parameter; adapters are too small for moments in 8 bit."""
+    shape = find_shape_of("Qwen/Qwen3-1.7B")
+
+    def per_parameter(states: str, **settings: Any) -> float:
+        training = Training(max_tokens=64, optimizer_states=states, **settings)
+        rank = rank_bytes(shape, training)
+        names = ("masters", "moments", "gradients", "working copy")
+        return sum(rank[name] for name in names) / training.trained_parameters(shape)
+
+    measured = {states: per_parameter(states) for states in ("float32", "8bit", "cpu")}
+    assert measured == {"float32": 18, "8bit": 12.03125, "cpu": 2}
+    assert per_parameter("cpu", precision="float32") == 4
+    adapters = {"lora_rank": 16, "lora_targets": LoraSettings().target_modules}
+    assert per_parameter("8bit", **adapters) == 18
+
+
 @given(st.sampled_from(sorted(known_models())), st.integers(1, 8), st.booleans())
 def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, checkpointed: bool) -> None:
     shape = find_shape_of(name)

@@ -28,6 +28,7 @@ SLEEPING_BYTES: Final = 2_000_000_000  # memory that a sleeping engine still use
 HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
+MOMENTS_8BIT: Final = 2 + 2 * 4 / 256  # two moments of a byte, with a float32 scale per block of 256 values
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 
 
@@ -43,6 +44,17 @@ class Training:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     trained_layers: int | None = None
+    optimizer_states: str = "float32"
+
+    @property
+    def optimizer_bytes(self) -> tuple[float, float, float]:
+        """Bytes per trained parameter of masters, moments and gradients on the device. In host memory
+        (``optimizer.states = "cpu"``) they count nothing. Adapters are mostly too small for moments in 8 bit.
+        """
+        if self.optimizer_states == "cpu":
+            return 0.0, 0.0, 0.0
+        has_few_bits = self.optimizer_states == "8bit" and self.lora_rank is None
+        return MASTER, MOMENTS_8BIT if has_few_bits else MOMENTS, GRADIENT
 
     @property
     def value_bytes(self) -> int:
@@ -86,14 +98,16 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     frozen = share if training.lora_rank is not None else share - trained
     alone = training.ranks == 1
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
+    masters, moments, gradients = training.optimizer_bytes
+    is_offloaded = training.optimizer_states == "cpu"
     return {
         # frozen weights: in the working precision in one process, in float32 shards on ranks
         "frozen weights": (b if alone else MASTER) * frozen,
-        "masters": MASTER * trained,
-        "moments": MOMENTS * trained,
-        "gradients": GRADIENT * trained,
-        # in float32, the master weights are also the working copy
-        "working copy": b * trained if alone and b < MASTER else 0.0,
+        "masters": masters * trained,
+        "moments": moments * trained,
+        "gradients": gradients * trained,
+        # in float32, the master weights are also the working copy, unless they are in host memory
+        "working copy": b * trained if alone and (b < MASTER or is_offloaded) else 0.0,
         # one process has a copy in the working precision; ranks have float32 shards
         # (outrider.distributed.learner)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
@@ -242,6 +256,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
     """
     device, update, algorithm = settings.model.device, settings.update, settings.algorithm
+    states = settings.optimizer.states
     engine, lora = settings.engine, settings.model.lora
     precision = settings.model.precision
     if precision == "auto":
@@ -271,6 +286,8 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
             lora_rank=None if lora is None else lora.rank,
             lora_targets=() if lora is None else tuple(lora.target_modules),
             trained_layers=settings.model.trained_layers,
+            # on a CPU, host memory is the only one
+            optimizer_states="float32" if (device, states) == ("cpu", "cpu") else states,
         ),
         context=context,
         episodes=settings.train.tasks_per_step * algorithm.group_size,
