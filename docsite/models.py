@@ -16,7 +16,7 @@ import torch
 import transformers
 from benchmarks.figure_records import render_all
 from benchmarks.figures import rewritten
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from outrider.engines.local.model import Forward, LanguageModel, load_model
 from outrider.errors import ModelError
@@ -65,15 +65,18 @@ class Architecture:
         """Whether the installed transformers has it."""
         return self.model_type in CONFIG_MAPPING
 
-    def save(self, folder: Path) -> None:
-        """Save a model with random weights, large enough that its predictions depend on the context."""
+    def config(self) -> PreTrainedConfig:
+        """The tiny configuration."""
         sizes = {key: value for key, value in _SIZES.items() if key not in self.without}
-        config = CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
+        return CONFIG_MAPPING[self.model_type](**sizes | dict(self.settings))
+
+    def save(self, folder: Path, *, scale: float = 5.0) -> None:
+        """Save a model with random weights, large enough that its predictions depend on the context."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(self.config())
         for parameter in model.parameters():
-            parameter.data.mul_(5.0 if parameter.dim() > 1 else 1.0)
+            parameter.data.mul_(scale if parameter.dim() > 1 else 1.0)
         model.save_pretrained(folder)
         character_tokenizer().save_pretrained(folder)
 

@@ -1,8 +1,9 @@
 """``--smoke``: run any recipe end to end in seconds on a CPU, before you pay for a GPU.
 
 Settings are reduced by overrides above the recipe and the command line: a tiny random model, one step, two
-tasks, small groups, short turns, and stand-ins for missing files and servers. It finds recipes that cannot
-run; its numbers mean nothing.
+tasks, small groups, short turns, and stand-ins for missing files and servers. A ``[cluster]`` is reduced to
+a few processes, which take about a minute to start. It finds recipes that cannot run; its numbers mean
+nothing.
 """
 
 import json
@@ -267,7 +268,7 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     if tree["engine"]["type"] == "vllm":
         overrides["engine"] = {"type": "local"}
     overrides |= _buffer(settings, names)
-    overrides |= _cluster(tree)
+    overrides |= _cluster(settings)
     for section in ("environment", "algorithm", "engine"):
         if section not in overrides:
             overrides |= dict(_shrunk(tree[section], f"{section}.", _share(tree, section)))
@@ -288,18 +289,17 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
 
 
 def describe_omissions(settings: RunSettings) -> str:
-    """Describe in one line what ``--smoke`` does not test; "" if it tests everything."""
-    tree = settings.model_dump(mode="json")
-    names = [
-        f"{key} = {tree['cluster'][key]}"
-        for key in (dotted_key.partition(".")[2] for dotted_key in _cluster(tree))
-    ]
-    parts = [f"[cluster] ({', '.join(names)})"] if names else []
-    if tree["engine"]["type"] == "vllm":
-        parts.append("engine.type = vllm")
-    if not parts:
-        return ""
-    return f"--smoke leaves out {' and '.join(parts)}: everything runs in one process, with the local engine"
+    """Describe in one line what ``--smoke`` replaces in ``[cluster]`` and does not test; "" if it tests
+    everything.
+    """
+    before, parts = settings.cluster.model_dump(mode="json"), []
+    replaced = {key.partition(".")[2]: value for key, value in _cluster(settings).items()}
+    if replaced:
+        changes = [f"{key} = {value} (recipe: {before[key]})" for key, value in replaced.items()]
+        parts.append(f"runs [cluster] with {', '.join(changes)}")
+    if settings.engine.type == "vllm":
+        parts.append("leaves out engine.type = vllm")
+    return f"--smoke {' and '.join(parts)}" if parts else ""
 
 
 def smoke_checkpoint(checkpoint: str, names: SmokeAssets) -> str | None:
@@ -336,12 +336,19 @@ def _stages(train: Mapping[str, Any], *, is_replaced: bool) -> dict[str, Any]:
     return {"train.stages": stages, "train.num_steps": len(stages)}
 
 
-def _cluster(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Reset ``cluster`` to a single process."""
+def _cluster(settings: RunSettings) -> dict[str, Any]:
+    """Reduce ``cluster`` to two trainer ranks, one engine and two rollout workers on this machine. All
+    other keys get their defaults, which are valid on a CPU.
+    """
     from outrider.training.settings import ClusterSettings
 
-    plain = ClusterSettings().model_dump(mode="json")
-    return {f"cluster.{key}": value for key, value in plain.items() if tree["cluster"][key] != value}
+    cluster, smaller = settings.cluster, ClusterSettings().model_dump(mode="json")
+    smaller["num_trainers"] = min(2, cluster.num_trainers)
+    # Two workers, because with one of them ``weights`` would have to request separate processes.
+    if cluster.is_remote and min(settings.train.tasks_per_step, settings.num_concurrent) > 1:
+        smaller |= {"num_rollout_workers": 2, "max_staleness": min(1, cluster.max_staleness)}
+    before = cluster.model_dump(mode="json")
+    return {f"cluster.{key}": value for key, value in smaller.items() if before[key] != value}
 
 
 def _share(tree: Mapping[str, Any], section: str) -> float:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.paths import PATHS, paths_of, rows, written_by
+from benchmarks.unpacked_batches import COLUMNS, measure
 
 from outrider.engines.local.model import load_model
 from outrider.training.policy import set_threads
@@ -34,3 +35,10 @@ def test_both_paths_generate_and_score_the_same_number_of_tokens(tmp_path: Path)
         assert [len(path.nodes) for path in paths] == [2, 2, 2] and len(
             {id(path.nodes[0]) for path in paths}
         ) == 1
+
+
+def test_batches_and_single_sequences_of_a_random_model_are_compared() -> None:
+    sizes = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "vocab_size": 98}
+    row = measure("Granite", num_rows=3, sizes=sizes)
+    assert len(row) == len(COLUMNS) and float(row[-2]) <= 1e-5 and float(row[-1]) <= 1e-5

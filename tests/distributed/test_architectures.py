@@ -14,6 +14,7 @@ from docsite.models import ARCHITECTURES, Architecture, load
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from outrider.distributed import fsdp as sharding
 from outrider.distributed.learner import RankGroup
@@ -105,6 +106,38 @@ def test_vllm_gets_the_names_and_shapes_of_the_folder(
     assert source.num_bytes == 2 * sum(weight.numel() for weight in wanted.values())
     own = engine_weights(learner, LocalSettings())
     assert own.keys() == policy.masters.keys()
+
+
+def each_expert(module: str, gate: str, *projections: str) -> set[str]:
+    experts = {f"{module}.experts.{number}.{name}.weight" for number in range(4) for name in projections}
+    return {f"{module}.{gate}.weight"} | experts
+
+
+MLP = ("gate_proj", "up_proj", "down_proj")
+FUSED = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+PUBLISHED = {
+    "qwen2_moe": each_expert("mlp", "gate", *MLP),
+    "qwen3_moe": each_expert("mlp", "gate", *MLP),
+    "qwen3_next": each_expert("mlp", "gate", *MLP),
+    "mixtral": each_expert("block_sparse_moe", "gate", "w1", "w2", "w3"),
+    "glm4_moe": each_expert("mlp", "gate", *MLP) | {"mlp.gate.e_score_correction_bias"},
+    "deepseek_v3": each_expert("mlp", "gate", *MLP) | {"mlp.gate.e_score_correction_bias"},
+    "lfm2_moe": each_expert("feed_forward", "gate", "w1", "w2", "w3") | {"feed_forward.expert_bias"},
+    "gpt_oss": {"mlp.router.weight", "mlp.router.bias", *(f"mlp.experts.{name}" for name in FUSED)},
+}
+"""Names of experts and routers in the last layer of published checkpoints, which vLLM's loaders expect."""
+
+
+@pytest.mark.parametrize("one", PACKED, ids=lambda one: one.title)
+def test_the_names_of_all_weights_are_those_of_published_checkpoints(one: Architecture) -> None:
+    """Without weights: what is sent to vLLM has these names, and reading them back fills every weight."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(one.config())
+    *sent, _ = [each.name for each in Source(model, torch.bfloat16).metadata()]
+    assert len(sent) == len({*sent})
+    assert all(f"model.layers.1.{name}" in sent for name in PUBLISHED.get(one.model_type, ()))
+    names = {name for name, _ in sharding.names_of_keys(model, sent).values()}
+    assert names == plain_names(model).keys()
 
 
 def test_a_weight_that_is_in_no_file_is_named(tmp_path: Path) -> None:

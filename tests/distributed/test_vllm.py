@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,9 @@ import torch
 from outrider.config import validate
 from outrider.distributed import open_cluster, start_rollout_processes
 from outrider.distributed.remote import RemoteProcesses
+from outrider.distributed.weights import Sender, Source
 from outrider.engines.base import Request
-from outrider.errors import ClusterFault
+from outrider.errors import ClusterFault, EngineFault
 from outrider.testing import check_engine
 from outrider.trace import Trace
 from outrider.training.components import Components
@@ -28,8 +30,10 @@ from outrider.training.packing import pack
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
 from outrider.training.update import rollout_paths
+from tests.distributed import gloo_transfer
 from tests.distributed.command_runs import CommandRuns
-from tests.tiny import save_tiny_model
+from tests.engines.test_vllm import exact_logprobs
+from tests.tiny import save_tiny_model, tiny_model
 from tests.training.tool_run import TAGS, save_model, write_tool_run
 from tests.training.whole_runs import metrics
 
@@ -222,8 +226,6 @@ def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
     """As far as it goes without a GPU: names, types and shapes are those that were told before."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    from outrider.distributed.weights import Source
-
     model = crew.parts.learner.language_model.model
     source = Source(model, torch.bfloat16)
     sent = list(NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata()))
@@ -258,3 +260,38 @@ def test_what_vllm_s_receivers_load_passes_the_sum(monkeypatch: pytest.MonkeyPat
     engine.finish_weight_update()
     assert events == ["start_weight_update", "a", "b", "finish_weight_update"]
     assert isinstance(engine.model, Model)
+
+
+def test_the_real_sender_and_receiver_transfer_weights_in_several_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gloo in place of NCCL: after each transfer tokens have the trainer's log-probs."""
+    from vllm.distributed.weight_transfer import nccl_engine
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    gloo_transfer.install(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    gloo_transfer.replace_nccl(monkeypatch.setattr)
+    small = partial(nccl_engine.NCCLTrainerInitInfo, packed_buffer_size_bytes=150_000)
+    monkeypatch.setattr(nccl_engine, "NCCLTrainerInitInfo", small)
+    model = tiny_model(hidden_size=128)
+    with gloo_transfer.engine(save_tiny_model(tmp_path / "model", hidden_size=128)) as client:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        sender = Sender(Source(model.model, torch.float32), client, rank=0, address=address)
+        dice = torch.Generator().manual_seed(5)
+        request = Request(request_id="r", token_ids=(5, 6, 7), max_tokens=8, seed=1)
+        for version in (1, 2):
+            with torch.no_grad():
+                for parameter in model.model.parameters():
+                    parameter.add_(0.2 * torch.randn(parameter.shape, generator=dice))
+            num_bytes, num_calls = sender.send(version)
+            assert num_bytes == 4 * sum(parameter.numel() for parameter in model.model.parameters())
+            assert num_bytes > 300_000 and num_calls == 3
+            generation = client.ask("stream", request, version)
+            exact = exact_logprobs(model, request.token_ids, generation.token_ids)
+            assert generation.logprobs == pytest.approx(exact, abs=1e-3)
+        with pytest.raises(EngineFault, match="of version"):
+            client.ask("stream", request, 1)
+        sender.close()

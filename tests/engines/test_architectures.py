@@ -2,7 +2,9 @@
 gradients of a tree, and what the engine says of the tokens that it wrote.
 """
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from outrider.engines.local.model import LanguageModel
 from outrider.errors import ModelError
 from outrider.trace import Leaf, Share, Trace
 from outrider.training.packing import pack
-from outrider.training.policy import Policy
+from outrider.training.policy import Policy, Scorer, UnpackedScoring
 from outrider.training.settings import OptimizerSettings
 from outrider.training.update import rollout_paths
 from outrider.types import Message, Origin, Outcome, Task
@@ -163,3 +165,50 @@ def test_engine_and_trainer_have_the_same_logprobs(
     with torch.no_grad():
         scores = Policy(found, OptimizerSettings()).score(batch)
     torch.testing.assert_close(scores.logprobs_T.double(), batch.engine_logprobs_T, rtol=0, atol=2e-3)
+
+
+def test_a_batch_of_an_unpacked_model_equals_one_sequence_at_a_time(
+    case: tuple[Architecture, Path, LanguageModel | ModelError],
+) -> None:
+    """Two turns of prompts of several lengths, and the gradient of rollouts of several lengths."""
+    _, _, found = case
+    if isinstance(found, ModelError) or found.unpacked is None:
+        pytest.skip("not unpacked")
+    assert found.unpacked.batches_generation and found.unpacked.batches_scoring
+    batched, found = found.unpacked, replace(found, eos_token_ids=frozenset())
+    alone = replace(batched, batches_generation=False, batches_scoring=False)
+    engines = make_engine(found), make_engine(replace(found, unpacked=alone))
+    contexts: list[Ids] = [tuple(range(5, 5 + num)) for num in (3, 9, 3, 14)]
+    for turn in range(2):
+        requests = [
+            Request(request_id=f"{i}", token_ids=ids, max_tokens=2 + i, seed=9 * turn + i, cache_key=f"{i}")
+            for i, ids in enumerate(contexts)
+        ]
+        together, singly = (engine.generate(requests) for engine in engines)
+        for one, other in zip(together, singly, strict=True):
+            assert one.token_ids == other.token_ids
+            assert one.num_prefilled_tokens == other.num_prefilled_tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        contexts = [
+            (*ids, *one.token_ids, *range(40, 42 + i))
+            for i, (ids, one) in enumerate(zip(contexts, together, strict=True))
+        ]
+    [batch] = pack(rollout_paths([tree(length) for length in (26, 12, 23)]), max_tokens=10_000)
+    scorer, results = Scorer(found), []
+    named = dict(found.model.named_parameters())
+    for unpacked in (batched, alone):
+        scorer.scoring = UnpackedScoring(found.model, unpacked)
+        logprobs_T = scorer.score(batch).logprobs_T
+        loss = (logprobs_T * batch.advantages_T.float()).sum()
+        found_gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        gradients = {name: one for name, one in zip(named, found_gradients, strict=True) if one is not None}
+        results.append((logprobs_T.detach(), gradients))
+    (logprobs_T, ours), (expected_T, theirs) = results
+    torch.testing.assert_close(logprobs_T, expected_T, rtol=0, atol=1e-5)
+    assert ours.keys() == theirs.keys()
+    differences = {name: float((one - theirs[name]).norm()) for name, one in ours.items()}
+    total = math.hypot(*(float(one.norm()) for one in theirs.values()))
+    assert math.hypot(*differences.values()) <= 1e-5 * total
+    # a sum with little left of its terms is rounded more
+    for name, difference in differences.items():
+        assert difference <= 1e-4 * float(theirs[name].norm()) + 1e-8 * total, name

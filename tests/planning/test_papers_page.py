@@ -68,13 +68,16 @@ def test_the_page_has_the_numbers_of_plan(capsys: pytest.CaptureFixture[str]) ->
         plan = json.loads(capsys.readouterr().out)
         assert f"{plan['model']['num_parameters']:,}" == total
         found = {one["layout"]["placement"]: one["layout"]["num_gpus"] for one in plan["fewest"]}
-        assert found.pop("process", None) == (1 if int(together) == 1 else None)
-        assert found == {"colocate": int(together), "disaggregate": int(beside)}
+        assert found.pop("process", None) == (1 if together == "1" else None)
+        assert [str(found.get(placement, "none")) for placement in ("colocate", "disaggregate")] == [
+            together,
+            beside,
+        ]
 
 
 @pytest.fixture(scope="module")
 def too_large() -> set[str]:
-    return {row[0].strip("`") for row in page_rows() if int(row[2]) > 1}
+    return {row[0].strip("`") for row in page_rows() if row[2] != "1"}
 
 
 def model_of(command: str) -> str:

@@ -18,7 +18,13 @@ from outrider.engines.base import Request
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import LanguageModel, load_model
-from outrider.engines.local.unpacked import Unpacked, segment_paths, split_into_sequences
+from outrider.engines.local.unpacked import (
+    Pass,
+    Unpacked,
+    batch_sequences,
+    segment_paths,
+    split_into_sequences,
+)
 from outrider.errors import ModelError
 from outrider.training.packing import pack
 from outrider.training.policy import Policy
@@ -118,6 +124,18 @@ def test_a_shared_token_is_scored_in_one_sequence_and_nothing_else_is_computed()
     turning = list(split_into_sequences(plan, [1, 3, 4, 9], replace(WHY, turns=(4,))))
     assert [len(one.tokens) for one in turning] == [4, 5, 7]
     assert [one.scored for one in turning] == [(0, 1), (2,), (3,)]
+
+
+def test_sequences_of_similar_lengths_and_equal_rotations_run_together() -> None:
+    passes = [Pass(tokens=(0,) * num, indices=(0,), scored=(0,)) for num in (9, 10, 100, 80, 2900, 3000, 74)]
+
+    def lengths(unpacked: Unpacked) -> list[list[int]]:
+        return [[len(one.tokens) for one in batch] for batch in batch_sequences(passes, unpacked)]
+
+    # two of the longest are too many tokens, and 74 is less than three quarters of 100
+    assert lengths(WHY) == [[3000], [2900], [100, 80], [74], [10, 9]]
+    assert lengths(replace(WHY, turns=(90,))) == [[3000], [2900], [100], [80, 74], [10, 9]]
+    assert {len(batch) for batch in lengths(replace(WHY, batches_scoring=False))} == {1}
 
 
 def test_an_idle_pass_has_a_gradient_of_zeros() -> None:

@@ -86,7 +86,7 @@ def _plan(parsed: argparse.Namespace) -> int:
     refusals = _layout_errors(parsed.recipe, recipe_overrides, plan)
     refusal = refusals.get(plan.fit.layout)
     if parsed.json:
-        print_lines(json.dumps({**as_json(plan), "refused": refusal}))
+        print_lines(json.dumps(as_json(plan, refusals)))
     else:
         print_lines(*(part for line in lines(plan, refusals) for part in line.split("\n")))
     return 0 if plan.fit.fits and refusal is None else 1
@@ -125,13 +125,23 @@ def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "
     from outrider import api
 
     errors = {}
+    shape = plan.shape
     for layout in (
         () if plan.options.device.is_cpu else (plan.fit.layout, *(one.layout for one in plan.fewest))
     ):
         if layout.placement == "process":
             continue
+        overrides = ["model.device=cuda", *layout.overrides]
+        if layout.placement == "disaggregate" and not plan.work.has_vllm:
+            overrides.append("cluster.weights=files")  # the local engine cannot receive from GPU to GPU
+        if layout.trainers > 1 and shape.is_unpacked:
+            errors[layout] = (
+                f"cluster.num_trainers = {layout.trainers} needs a model that runs packed (model.forward), "
+                f"and {shape.family} does not"
+            )
+            continue
         try:
-            api.run_settings(recipe, overrides=[*recipe_overrides, "model.device=cuda", *layout.overrides])
+            api.run_settings(recipe, overrides=[*recipe_overrides, *overrides])
         except ConfigError as error:
             errors[layout] = str(error)
     return errors

@@ -64,7 +64,8 @@ def add_smoke(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="run all of it in seconds on a CPU: a tiny random model, one step, two tasks, stand-in files",
+        help="run all of it in seconds on a CPU (with [cluster] in about a minute): a tiny random model, one "
+        "step, two tasks, stand-in files",
     )
 
 

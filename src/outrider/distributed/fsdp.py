@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
@@ -391,6 +391,22 @@ def fill(folder: Path, tensors: Mapping[str, Tensor], *, file: str | None = None
     state_dict_loader.load(state, storage_reader=reader)
 
 
+def names_of_keys(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """Map the keys of a model's files to the names of its weights, and to whether transformers converts
+    them, for example the experts of a layer to one tensor.
+    """
+    mapping: list[Any] = list(get_model_conversion_mapping(model))
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, names = model.state_dict(), dict[str, tuple[str, bool]]()
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        names[key] = (name, pattern is not None)
+    return names
+
+
 @torch.no_grad()
 def _converted(
     folder: Path, keys: Mapping[str, str], tensors: Mapping[str, Tensor]
@@ -400,19 +416,13 @@ def _converted(
     """
     disable_progress_bar()
     model = empty_model(str(folder)).model
-    mapping: list[Any] = list(get_model_conversion_mapping(model))
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    state, file_keys = model.state_dict(), dict[str, str]()
+    file_keys = dict[str, str]()
     layers: dict[str, list[str]] = {}  # keys of the files by layer
-    for key in keys:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state and key in state:
-            name, pattern = key, None
-        if pattern is None:
-            file_keys[name] = key
-        else:
+    for key, (name, is_converted) in names_of_keys(model, keys).items():
+        if is_converted:
             layers.setdefault(layer_prefix(name), []).append(key)
+        else:
+            file_keys[name] = key
     pending = {name for name in tensors if name not in file_keys}
     done = set[str]()
     with ExitStack() as opened:
@@ -511,6 +521,7 @@ class ShardedPolicy(ShardedScorer, Policy):
     def drop_gradients(self) -> None:
         super().drop_gradients()
         self.scoring.reshard()  # type: ignore[operator]  # a skipped step had no backward pass
+        free_cached_memory(self.language_model.device)
 
     def save(self, folder: Path) -> None:
         """Save this rank's shards as safetensors."""
@@ -546,6 +557,14 @@ class ShardedPolicy(ShardedScorer, Policy):
             fill(source, moments)
         self.num_steps = num_steps
         self.scoring.reshard()  # type: ignore[operator]
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return unused memory to the GPU: torch would keep the peak of an update reserved while an engine on the
+    same GPU wakes up.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from outrider.distributed.fsdp import (
     choose_empty,
     empty_model,
     fill,
+    free_cached_memory,
     local,
     require_shardable,
     shard,
@@ -316,7 +317,9 @@ class Rank:
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gather whole parameters on rank 0; the other ranks return nothing."""
-        return _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
+        gathered = _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
+        free_cached_memory(torch.device(self._device))
+        return gathered
 
 
 def _whole(tensors: dict[str, Any], *, is_receiver: bool) -> dict[str, Tensor]:
@@ -371,7 +374,11 @@ class RankGroup:
             try:
                 return self._cluster.call_all(self._ranks, method, *arguments)
             except BaseException as error:
+                found = self._cluster.check()
+                lost = [found[rank.name] for rank in self._ranks if rank.name in found]
                 self.close()
+                if isinstance(error, ClusterFault) and lost:  # the others only lost their connection to it
+                    raise ClusterFault(str(lost[0])) from error
                 if isinstance(error, ProcessLost):  # a rank cannot be replaced
                     raise ClusterFault(str(error)) from error
                 raise

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from outrider.distributed.processes import SHARED_MEMORY, Cluster, Process
 from outrider.engines.base import EngineSettings
-from outrider.engines.vllm.engine import require_vllm
+from outrider.engines.vllm.engine import require_interface
 from outrider.engines.vllm.weight_sum import NAME, append_sum
 from outrider.errors import ClusterFault, ConfigError
 from outrider.training.adapters import (
@@ -323,12 +323,10 @@ class Sender:
         """
         self._source, self._client = source, client
         host, _, port = address.rpartition(":")
-        require_vllm()
-        try:
-            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        except ImportError as error:
-            raise ConfigError(f"cluster.weights = nccl: vLLM has no such interface ({error})") from error
+        require_interface()
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
         info = NCCLTrainerInitInfo(
             rank=rank, master_address=host, master_port=int(port), world_size=1 + client.num_receivers
         )

@@ -69,9 +69,7 @@ class EngineContext:
 
 
 class LocalSettings(EngineSettings):
-    """The trained model generates, in process. ``max_rows`` limits the batch; further requests wait (a model
-    that runs unpacked takes them one by one).
-    """
+    """The trained model generates, in process. ``max_rows`` limits the batch; further requests wait."""
 
     is_exact: ClassVar[bool] = True
     truncates: ClassVar[bool] = True

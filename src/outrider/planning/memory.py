@@ -12,14 +12,14 @@ ranks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from outrider.algorithms.base import Algorithm, is_plugin_loss
 from outrider.engines.base import VllmSettings
 from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
 from outrider.plugins.registry import resolve
-from outrider.training.settings import RunSettings
+from outrider.training.settings import ClusterSettings, RunSettings
 
 MARGIN: Final = 1.1  # fragmentation of the allocator, and buffers that no formula includes
 CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffers, per GPU
@@ -28,6 +28,7 @@ SLEEPING_BYTES: Final = 2_000_000_000  # memory that a sleeping engine still use
 HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
+MOMENTS_8BIT: Final = 2 + 2 * 4 / 256  # two moments of a byte, with a float32 scale per block of 256 values
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 
 
@@ -43,6 +44,17 @@ class Training:
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     trained_layers: int | None = None
+    optimizer_states: str = "float32"
+
+    @property
+    def optimizer_bytes(self) -> tuple[float, float, float]:
+        """Bytes per trained parameter of masters, moments and gradients on the device. In host memory
+        (``optimizer.states = "cpu"``) they count nothing. Adapters are mostly too small for moments in 8 bit.
+        """
+        if self.optimizer_states == "cpu":
+            return 0.0, 0.0, 0.0
+        has_few_bits = self.optimizer_states == "8bit" and self.lora_rank is None
+        return MASTER, MOMENTS_8BIT if has_few_bits else MOMENTS, GRADIENT
 
     @property
     def value_bytes(self) -> int:
@@ -68,7 +80,7 @@ class Training:
                     f"model.trained_layers = {self.trained_layers}, but {shape.name} has "
                     f"{shape.num_layers} layers"
                 )
-            return self.trained_layers * shape.layer_parameters + shape.width
+            return shape.last_layers_parameters(self.trained_layers) + shape.width
         return shape.num_parameters
 
     def layers_with_gradients(self, shape: ModelShape) -> int:
@@ -86,14 +98,16 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     frozen = share if training.lora_rank is not None else share - trained
     alone = training.ranks == 1
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
+    masters, moments, gradients = training.optimizer_bytes
+    is_offloaded = training.optimizer_states == "cpu"
     return {
         # frozen weights: in the working precision in one process, in float32 shards on ranks
         "frozen weights": (b if alone else MASTER) * frozen,
-        "masters": MASTER * trained,
-        "moments": MOMENTS * trained,
-        "gradients": GRADIENT * trained,
-        # in float32, the master weights are also the working copy
-        "working copy": b * trained if alone and b < MASTER else 0.0,
+        "masters": masters * trained,
+        "moments": moments * trained,
+        "gradients": gradients * trained,
+        # in float32, the master weights are also the working copy, unless they are in host memory
+        "working copy": b * trained if alone and (b < MASTER or is_offloaded) else 0.0,
         # one process has a copy in the working precision; ranks have float32 shards
         # (outrider.distributed.learner)
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
@@ -105,16 +119,18 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
 
 
 def gathered_bytes(shape: ModelShape, training: Training) -> float:
-    """FSDP2's gathers: the root's weights, two layers (one computed, one on its way), and the gradient of
-    the larger of them in float32 before ranks sum it: ``b P_root + 2 b P_layer + 4 max(P_root, P_layer)``.
-    A frozen root or layer has no gradient.
+    """FSDP2's gathers, the larger of two peaks. The backward pass has the root's weights, two layers (one
+    computed, one on its way), and the gradient of the larger of them in float32 before ranks sum it: ``b
+    P_root + 2 b P_layer + 4 max(P_root, P_layer)``. A frozen root or layer has no gradient. When the first
+    layer is gathered, the buffers from which the root's and its weights are copied still exist: ``2 b (P_root
+    + P_layer)``.
     """
-    root, layer = shape.root_parameters, shape.layer_parameters
+    root, layer, b = shape.root_parameters, shape.layer_parameters, training.value_bytes
     if training.lora_rank is not None:
         gradient = training.trained_parameters(shape) // shape.num_layers
     else:
         gradient = max(root, layer) if training.trains_all else layer
-    return training.value_bytes * (root + 2 * layer) + GRADIENT * gradient
+    return max(b * (root + 2 * layer) + GRADIENT * gradient, 2 * b * (root + layer))
 
 
 def head_gradient_bytes(shape: ModelShape, value_bytes: int) -> float:
@@ -134,14 +150,15 @@ def activation_bytes(shape: ModelShape, training: Training) -> float:
 
 def layer_bytes(shape: ModelShape, training: Training) -> float:
     """Activations and gradients of the layer being computed: ``b (9 d + 4 f) T``."""
-    return training.value_bytes * (9 * shape.width + 4 * shape.mlp_width) * training.max_tokens
+    return training.value_bytes * (9 * shape.width + 4 * shape.active_mlp_width) * training.max_tokens
 
 
 def activations_per_token(shape: ModelShape) -> int:
     """Numbers that a layer stores for its backward pass per token: inputs and outputs of its two norms (4 d),
     queries and attention outputs (2 H D), keys and values (2 K D), gate, up and their product (3 f).
     """
-    return 4 * shape.width + 2 * shape.attention_width + 2 * shape.kv_width + 3 * shape.mlp_width
+    attention = shape.query_width + shape.attention_width + 2 * shape.kv_width
+    return 4 * shape.width + attention + 3 * shape.active_mlp_width
 
 
 def head_bytes(shape: ModelShape, value_bytes: int) -> float:
@@ -161,7 +178,13 @@ def token_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2
     key-value heads each GPU still has one head.
     """
     heads = max(1.0, shape.num_kv_heads / tensor_parallel)
-    return 2 * value_bytes * shape.num_layers * heads * shape.head_size
+    return 2 * value_bytes * shape.num_attention_layers * heads * shape.head_size
+
+
+def state_bytes(shape: ModelShape) -> float:
+    """Recurrent states of one sequence, in float32; 0 for models with attention in all layers."""
+    linear = shape.linear_attention
+    return 4.0 * len(linear.layers) * linear.state_size if linear else 0.0
 
 
 def with_margin(num_bytes: float) -> float:
@@ -182,6 +205,7 @@ class Workload:
     ``contexts``: samples that an episode may become at most; with ``whole_rollouts`` they are one micro-batch
     together.
     ``engine_memory``: ``engine.memory`` of the vLLM engine; ``has_vllm``: whether there is one.
+    ``concurrent``: episodes that play at a time; only vLLM lets them wait for memory.
     """
 
     training: Training
@@ -193,6 +217,7 @@ class Workload:
     whole_rollouts: bool = False
     has_vllm: bool = False
     engine_memory: float | None = None
+    concurrent: int = 1
 
     @property
     def episode_tokens(self) -> int:
@@ -220,7 +245,7 @@ class Workload:
         if training.trained_layers is not None:
             backward *= training.trained_parameters(shape) / shape.num_parameters
         per_parameter = 2 + backward + 2 * training.checkpointed + 2 * self.extra_forwards
-        operations = per_parameter * shape.num_parameters * self.step_tokens
+        operations = per_parameter * shape.active_parameters * self.step_tokens
         return operations / (USED_SHARE * ranks * peak)
 
 
@@ -231,6 +256,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
     """
     device, update, algorithm = settings.model.device, settings.update, settings.algorithm
+    states = settings.optimizer.states
     engine, lora = settings.engine, settings.model.lora
     precision = settings.model.precision
     if precision == "auto":
@@ -260,6 +286,8 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
             lora_rank=None if lora is None else lora.rank,
             lora_targets=() if lora is None else tuple(lora.target_modules),
             trained_layers=settings.model.trained_layers,
+            # on a CPU, host memory is the only one
+            optimizer_states="float32" if (device, states) == ("cpu", "cpu") else states,
         ),
         context=context,
         episodes=settings.train.tasks_per_step * algorithm.group_size,
@@ -269,6 +297,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         whole_rollouts=algorithm.needs_whole_rollouts or is_plugin_loss(token_loss),
         has_vllm=isinstance(engine, VllmSettings),
         engine_memory=engine.memory if isinstance(engine, VllmSettings) else None,
+        concurrent=min(settings.num_concurrent, getattr(engine, "max_rows", settings.num_concurrent)),
     )
     # a longer context is a separate micro-batch
     max_tokens = max(update.max_tokens, work.unit_tokens)
@@ -305,15 +334,32 @@ class Layout:
     @property
     def overrides(self) -> list[str]:
         """Settings that select this layout."""
+        return [f"cluster.{name}={value}" for name, value in self.settings.items()]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of ``[cluster]`` that select this layout."""
         if self.placement == "process":
-            return []
-        settings = {
+            return {}
+        settings: dict[str, Any] = {
             "num_trainers": self.trainers,
             "num_engines": self.engines,
             "tensor_parallel": self.tensor_parallel,
             "placement": self.placement,
         }
-        return [f"cluster.{name}={value}" for name, value in settings.items()]
+        if self.placement == "disaggregate":
+            settings["weights"] = "nccl"  # selects a process of its own even for a single engine
+        return settings
+
+    def is_supported(self, shape: ModelShape) -> bool:
+        """Whether any recipe can use this layout for this model."""
+        if shape.is_unpacked and self.trainers > 1:
+            return False
+        try:
+            ClusterSettings.model_validate(self.settings)
+        except ValueError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,7 +425,7 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
         trainer_gpu=shared_gpu_bytes if shares_gpu else with_margin(trainer),
         engine_gpu=engine,
         token=token,
-        episodes=int(room // (token * work.context)),
+        episodes=int(room // (token * work.context + state_bytes(shape))),
         gpu_memory=gpu_memory,
         engine_share=share,
     )
@@ -404,7 +450,7 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
         room = min(room, GIB * (work.engine_memory or _CPU_GIB))
     return Fit(
         layout=layout, rank=rank, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
-        episodes=int(room // (token * work.context)), gpu_memory=memory,
+        episodes=int(room // (token * work.context + state_bytes(shape))), gpu_memory=memory,
     )  # fmt: skip
 
 
@@ -421,7 +467,7 @@ def smallest_fit(
     """Return the layout with the fewest GPUs, and then the fewest per engine, that fits; None if none does.
 
     The number of trainers is a power of two within a node, or else whole nodes; an engine is within a node.
-    One process uses one GPU.
+    One process uses one GPU. Layouts that this version does not support are skipped.
     """
     if placement == "process":
         candidate = fit(shape, work, Layout(), gpu_memory=gpu_memory)
@@ -436,7 +482,8 @@ def smallest_fit(
                 continue
             engines = trainers // tp if placement == "colocate" else 1
             layout = Layout(placement=placement, trainers=trainers, engines=engines, tensor_parallel=tp)
-            if (candidate := fit(shape, work, layout, gpu_memory=gpu_memory)).fits:
+            candidate = fit(shape, work, layout, gpu_memory=gpu_memory)
+            if candidate.fits and layout.is_supported(shape):
                 return candidate
     return None
 

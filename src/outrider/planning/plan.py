@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -17,8 +17,8 @@ from outrider.planning.memory import (
     fit_cpu,
     make_workload,
     smallest_fit,
+    state_bytes,
     suggested_overrides,
-    weight_bytes,
 )
 from outrider.planning.shape import GB, Device, ModelShape, find_shape
 from outrider.training.settings import RunSettings
@@ -52,8 +52,8 @@ class Plan:
 
     @property
     def sync_bytes(self) -> float:
-        """Bytes of one transfer of weights to an engine: bfloat16, ``2 P``."""
-        return weight_bytes(self.shape, tensor_parallel=1)
+        """Bytes of one transfer of weights to an engine; 0 if it uses the trainer's."""
+        return self.fit.weights * self.fit.layout.tensor_parallel
 
     @property
     def update_seconds(self) -> float:
@@ -75,11 +75,14 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
         model = settings.model.model_copy(update={"device": "cpu" if is_cpu else "cuda"})
         settings = settings.model_copy(update={"model": model})
     shape = find_shape(settings.model.name)
+    if settings.model.forward == "unpacked":
+        shape = replace(shape, is_unpacked=True)
     work = make_workload(settings, prompt_tokens=options.prompt_tokens, longest=shape.longest)
     layout, memory = make_layout(settings, options, shape), options.device.memory
     if is_cpu:
         result = fit_cpu(shape, work, layout, memory=memory)
-        return Plan(shape=shape, work=work, options=options, fit=result, fewest=[], advice=[])
+        advice = _fewer_episodes(work, result)
+        return Plan(shape=shape, work=work, options=options, fit=result, fewest=[], advice=advice)
     result = fit(shape, work, layout, gpu_memory=memory)
     fewest = [
         candidate
@@ -90,8 +93,17 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
             )
         )
     ]
-    advice = [] if result.fits else suggested_overrides(shape, work, layout, gpu_memory=memory)
+    advice = _fewer_episodes(work, result)
+    if not result.fits:
+        advice = suggested_overrides(shape, work, layout, gpu_memory=memory)
     return Plan(shape=shape, work=work, options=options, fit=result, fewest=fewest, advice=advice)
+
+
+def _fewer_episodes(work: Workload, fit: Fit) -> list[str]:
+    """Return the number of concurrent episodes with room in the local engine, if the recipe has more."""
+    if work.has_vllm or not fit.fits or fit.layout.engines * fit.episodes >= work.concurrent:
+        return []
+    return [f"train.max_concurrent={fit.layout.engines * fit.episodes}"]
 
 
 def make_layout(settings: RunSettings, options: PlanOptions, shape: ModelShape) -> Layout:
@@ -163,6 +175,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
     shared = "shared with the trainer" if not fit.weights else engine_precision
     yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
     yield _line("  keys and values", f"{fit.token / 1e3:,.1f} kB", "per token")
+    if states := state_bytes(shape):
+        yield _line("  recurrent states", _gb(states), "per episode")
     words = "with a margin of 10 % and 2 GB, without keys and values"
     if device.is_cpu:
         words = "with a margin of 10 % and 0.5 GB per process, without keys and values"
@@ -175,7 +189,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
     share = f", engine.memory = {fit.engine_share:g}" if fit.engine_share is not None else ""
     yield _line("episodes at a time", f"{fit.episodes:,}", f"per engine, of {work.context:,} tokens{share}")
     yield _line("tokens per step", f"{work.step_tokens:,}", f"at most: {work.episodes:,} episodes")
-    yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
+    if plan.sync_bytes:
+        yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.options.device.peak:
         yield _line("seconds of an update", _seconds(plan.update_seconds), seconds_words(plan))
     shortage = ""
@@ -191,7 +206,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         shortage = f"the memory is enough, but the recipe cannot use this layout: {refusal}"
     yield _line("fits", "no" if shortage else "yes", shortage)
     for advice in plan.advice:
-        yield _line("change", advice, "would fit")
+        words = "has room for keys and values" if fit.fits else "would fit"
+        yield _line("change", advice, words)
     if device.is_cpu:
         return
     for smallest in plan.fewest:
@@ -199,7 +215,7 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         needs = f"; the recipe needs other settings for it: {refusal}" if refusal else ""
         yield _line("fewest GPUs", str(smallest.layout.num_gpus), _gpu_words(smallest) + needs)
     if not plan.fewest:
-        yield _line("fewest GPUs", "none", "activations or vocabulary are too large for any number")
+        yield _line("fewest GPUs", "none", "no supported layout has enough memory")
 
 
 def layout_words(plan: Plan) -> str:
@@ -255,27 +271,29 @@ def _gb(size: float) -> str:
     return f"{size / GB:,.2f} GB" if size >= GB / 10 else f"{size / _MB:,.1f} MB"
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Return bytes, tokens and seconds as JSON values; keys are stable."""
+def as_json(plan: Plan, refusals: Mapping[Layout, str]) -> dict[str, Any]:
+    """Return bytes, tokens and seconds as JSON values; keys are stable. ``refusals`` as in :func:`lines`."""
     work, fit = plan.work, plan.fit
     return {
         "trained_parameters": work.training.trained_parameters(plan.shape),
         "model": asdict(plan.shape) | {"num_parameters": plan.shape.num_parameters},
         "device": asdict(plan.options.device),
         "training": asdict(work.training) | {"ranks": fit.layout.trainers},
-        **_fit_json(fit),
+        **_fit_json(fit, refusals),
         "context": work.context,
         "tokens_per_step": work.step_tokens,
         "sync_bytes": plan.sync_bytes,
         "update_seconds": plan.update_seconds if plan.options.device.peak else None,
         "change": list(plan.advice),
-        "fewest": [_fit_json(candidate) for candidate in plan.fewest],
+        "fewest": [_fit_json(candidate, refusals) for candidate in plan.fewest],
     }
 
 
-def _fit_json(fit: Fit) -> dict[str, Any]:
+def _fit_json(fit: Fit, refusals: Mapping[Layout, str]) -> dict[str, Any]:
+    refusal = refusals.get(fit.layout)
     return {
-        "fits": fit.fits,
+        "fits": fit.fits and refusal is None,
+        "refused": refusal,
         "layout": asdict(fit.layout) | {"num_gpus": fit.layout.num_gpus},
         "rank_bytes": dict(fit.rank),
         "engine_weight_bytes": fit.weights,

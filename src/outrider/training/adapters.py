@@ -3,6 +3,7 @@ adapters into the weights, so that they can be loaded without peft.
 """
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from outrider.training.settings import ALL_LINEAR, LoraSettings
 _SETTING: Final = "model.lora.target_modules"
 _MAX_NAMES: Final = 8  # that a message lists
 _FUSED_MAMBA: Final = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+# It warns of an optional kernel at import, and peft imports it whenever it is installed.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 _LAYER: Final = re.compile(r".*?\.\d+\.")  # the first number of a name is that of its layer
 
 
@@ -90,6 +93,57 @@ def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
     except Exception as error:  # peft raises many types, for layers and shapes that it cannot adapt
         reason = " ".join((str(error).strip() or type(error).__name__).split())
         raise ModelError(f"{_SETTING}: {reason}"[:500]) from error
+    if settings.base == "4bit":
+        _quantize(model)
+
+
+def require_bitsandbytes(setting: str) -> Any:
+    """Import bitsandbytes. Raises ModelError, which names the ``setting``, if it is not installed."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ModelError(f"{setting} needs an extra: pip install 'outrider[bitsandbytes]'") from error
+    return bitsandbytes
+
+
+def _quantize(model: nn.Module) -> None:
+    """Replace the frozen weights of the layers with adapters by 4-bit ones (NF4). A base that is the
+    vocabulary projection stays, because the embedding may share its weight.
+    """
+    bitsandbytes = require_bitsandbytes("model.lora.base = 4bit")
+    head = getattr(model.get_output_embeddings(), "base_layer", None)  # type: ignore[operator]
+    for path, layer in _adapted_layers(model).items():
+        if layer.base_layer is head:
+            continue
+        if type(base := layer.base_layer) is not nn.Linear:
+            raise ModelError(f"model.lora.base = 4bit: {path} is no plain linear layer; leave it out")
+        with torch.device("meta"):
+            packed = bitsandbytes.nn.Linear4bit(
+                base.in_features,
+                base.out_features,
+                bias=base.bias is not None,
+                compute_dtype=base.weight.dtype,
+                quant_type="nf4",
+            )
+        # Another layout on processors with AVX-512 for bfloat16, which has no backward pass.
+        packed.support_avx512bf16_for_cpu = False
+        weight = bitsandbytes.nn.Params4bit(base.weight.detach(), requires_grad=False, quant_type="nf4")
+        packed.weight, packed.bias = weight.to(base.weight.device), base.bias
+        layer.base_layer = packed.train(base.training)
+
+
+def _is_packed(weight: Tensor) -> bool:
+    return getattr(weight, "quant_state", None) is not None
+
+
+def _plain_weight(weight: Any) -> Tensor:
+    """The values of a weight in the model's precision, also of a 4-bit one."""
+    if not _is_packed(weight):
+        return cast(Tensor, weight.detach())
+    values = require_bitsandbytes("model.lora.base = 4bit").functional.dequantize_4bit(
+        weight.data, weight.quant_state
+    )
+    return cast(Tensor, values)
 
 
 def _lora_config(settings: LoraSettings, targets: Sequence[str] | str, **options: Any) -> Any:
@@ -349,7 +403,7 @@ def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> I
     """peft's own merge, whatever the kind of the layer, of a copy: the layer itself does not change."""
     memo: dict[int, Any] = {}
     for tensor in chain(layer.parameters(), layer.buffers()):
-        exact = whole(tensor.detach())
+        exact = whole(_plain_weight(tensor))
         if exact.is_floating_point():
             exact = exact.to(torch.promote_types(exact.dtype, torch.float32), copy=True)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -365,7 +419,10 @@ def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> I
         if left := _adapter_names(tuner) - set(tuner.merged_adapters):
             layer_path = f"{path}.{name}" if name else path
             raise ModelError(f"the adapter {sorted(left)[0]!r} of {_plain_name(layer_path)} was not merged")
-    types = {name: weight.dtype for name, weight in _weights(_base(layer))}
+    types = {
+        name: weight.quant_state.dtype if _is_packed(weight) else weight.dtype
+        for name, weight in cast(Iterator[tuple[str, Any]], _weights(_base(layer)))
+    }
     for name, tensor in _weights(plain):
         yield f"{path}.{name}", tensor.detach().to(types[name])
 

@@ -10,6 +10,7 @@ V vocabulary.
 import copy
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -31,13 +32,16 @@ from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
     EAGER,
     Unpacked,
+    batch_sequences,
+    compute_batch,
     compute_hidden,
     compute_logits,
+    sequence_logits,
     split_into_sequences,
 )
 from outrider.errors import CheckpointError, ModelError
 from outrider.files import follow_umask
-from outrider.training.adapters import broken_ties, choose_trained, merge_adapters
+from outrider.training.adapters import broken_ties, choose_trained, merge_adapters, require_bitsandbytes
 from outrider.training.packing import PackedBatch, RolloutPath, pack
 from outrider.training.settings import LoraSettings, OptimizerSettings
 
@@ -340,9 +344,9 @@ class Scoring(nn.Module):
 
 
 class UnpackedScoring(nn.Module):
-    """Like :class:`Scoring` for a model of the unpacked path: every sequence of the row runs alone. A
-    shared token is scored in one of them, so that the gradients of its rollouts add up as in a packed
-    row.
+    """Like :class:`Scoring` for a model of the unpacked path: the sequences of the row run in batches of
+    similar lengths. A shared token is scored in one of them, so that the gradients of its rollouts add up as
+    in a packed row.
     """
 
     def __init__(self, model: PreTrainedModel, unpacked: Unpacked) -> None:
@@ -363,11 +367,13 @@ class UnpackedScoring(nn.Module):
         """Score tokens as :class:`Scoring` does; ``positions_N`` start at 0 in every sequence."""
         order: list[int] = []
         outputs: list[Tensor] = []
-        read = compute_hidden if self.unpacked.has_plain_head else compute_logits
-        for sequence in split_into_sequences(plan, predictors_U.tolist(), self.unpacked):
-            positions_K = torch.tensor(sequence.indices, device=ids_N.device)
-            outputs.append(read(self.model, ids_N[list(sequence.tokens)], positions_K))
-            order += sequence.scored
+        compute = compute_hidden if self.unpacked.has_plain_head else compute_logits
+        sequences = split_into_sequences(plan, predictors_U.tolist(), self.unpacked)
+        for batch in batch_sequences(sequences, self.unpacked):
+            ids = [ids_N[list(sequence.tokens)] for sequence in batch]
+            indices = [sequence.indices for sequence in batch]
+            outputs.append(compute_batch(compute, self.model, ids, indices))
+            order += [number for sequence in batch for number in sequence.scored]
         targets = targets_U[order]
         if isinstance(support, Tensor):
             support = support[order]
@@ -521,7 +527,9 @@ def _read_shards(folder: Path, *, with_optimizer: bool) -> dict[str, Tensor]:
         for name, metadata in known.items()
         if isinstance(metadata, TensorStorageMetadata) and (with_optimizer or "/" not in name)
     }
-    load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # torch warns of no_dist itself
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
@@ -558,12 +566,11 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
     loaded.eval()
     differences = []
     vocabulary_size, half = int(model.config.get_text_config().vocab_size), _NUM_TOKENS // 2
-    every = torch.arange(_NUM_TOKENS)
     for start in _STARTS:
         ids = torch.arange(start, start + _NUM_TOKENS) % vocabulary_size
-        ours, theirs = _logits(language_model, ids), compute_logits(loaded, ids, every).float()
+        ours, theirs = _logits(language_model, ids), sequence_logits(loaded, ids).float()
         # the effect of the first half on the predictions of the second
-        context = (theirs[half:] - compute_logits(loaded, ids[half:], every[:-half]).float()).norm()
+        context = (theirs[half:] - sequence_logits(loaded, ids[half:]).float()).norm()
         difference = (ours - theirs).norm()
         if bool(difference <= _LIMITS.get(model.dtype, 0.2) * context):
             return
@@ -578,9 +585,9 @@ def require_same_logits(language_model: LanguageModel, folder: Path) -> None:
 def _logits(language_model: LanguageModel, ids_N: Tensor) -> Tensor:
     """Logits [N, V] of the policy as computed in training."""
     device = language_model.device
-    every = torch.arange(len(ids_N), device=device)
     if language_model.unpacked is not None:
-        return compute_logits(language_model.model, ids_N.to(device), every).float().cpu()
+        return sequence_logits(language_model.model, ids_N.to(device)).float().cpu()
+    every = torch.arange(len(ids_N), device=device)
     plan = TreePlan(segments=(Segment(length=len(ids_N)),))
     options: dict[str, Any] = {"position_ids": every[None], "use_cache": False, "plan": plan}
     run: Any = language_model.model
@@ -695,6 +702,20 @@ class Scorer:
         return loss
 
 
+def make_optimizer(masters: Iterable[Tensor], settings: OptimizerSettings) -> torch.optim.Optimizer:
+    """Return AdamW over the master weights, with moments as in ``settings.states``. Raises ModelError if
+    bitsandbytes is not installed.
+    """
+    betas = settings.beta1, settings.beta2
+    options: dict[str, Any] = {"betas": betas, "weight_decay": settings.weight_decay}
+    if settings.states != "8bit":
+        return torch.optim.AdamW(list(masters), lr=settings.learning_rate, fused=True, **options)
+    optimizer: torch.optim.Optimizer = require_bitsandbytes("optimizer.states = 8bit").optim.AdamW8bit(
+        list(masters), lr=settings.learning_rate, **options
+    )
+    return optimizer
+
+
 def _has_flex_kernel(language_model: LanguageModel) -> bool:
     config = language_model.model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -731,26 +752,26 @@ class Policy(Scorer):
             name: p for name, p in self.model.named_parameters() if p.requires_grad
         }
         # In float32 or better: the parameter's own memory if it is that precise, else a copy.
+        is_offloaded = settings.states == "cpu"
         self.masters: dict[str, Tensor] = {
-            name: p.detach().to(torch.promote_types(p.dtype, torch.float32))
+            name: p.detach().to(
+                device="cpu" if is_offloaded else p.device,
+                dtype=torch.promote_types(p.dtype, torch.float32),
+                copy=is_offloaded,
+            )
             for name, p in self.working.items()
         }
         for name, parameter in self.working.items():
             # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
             parameter.register_post_accumulate_grad_hook(self._collect(name))
         self.num_steps = 0
-        self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.masters.values(), settings)
 
     def _collect(self, name: str) -> Callable[[Tensor], None]:
         def move(parameter: Tensor) -> None:
             master, gradient = self.masters[name], parameter.grad
             assert gradient is not None
+            gradient = gradient.to(master.device)  # before the cast, which would double what is transferred
             master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -795,7 +816,7 @@ class Policy(Scorer):
     def round_masters(self) -> None:
         """Copy the master weights into the working copy."""
         for name, parameter in self.working.items():
-            if parameter.dtype != self.masters[name].dtype:  # else they are one memory
+            if parameter.data_ptr() != self.masters[name].data_ptr():  # else they are one memory
                 parameter.copy_(self.masters[name])
 
     def export(self, folder: Path) -> None:
@@ -807,7 +828,8 @@ class Policy(Scorer):
         # safetensors takes no views with strides.
         save_file({name: tensor.contiguous() for name, tensor in self.masters.items()}, folder / MASTERS)
         moments = {
-            f"{key}/{name}": torch.as_tensor(value).contiguous()
+            # bitsandbytes shares its code books between weights, and safetensors stores no shared memory.
+            f"{key}/{name}": value.clone() if key.startswith("qmap") else torch.as_tensor(value).contiguous()
             for name, master in self.masters.items()
             for key, value in self.optimizer.state.get(master, {}).items()
         }
@@ -826,7 +848,8 @@ class Policy(Scorer):
             # In place, because the optimizer refers to these tensors.
             master.copy_(masters[name])
             moments = {
-                key.split("/", 1)[0]: value.to(master.device)
+                # bitsandbytes counts steps in a plain int
+                key.split("/", 1)[0]: int(value) if value.dtype == torch.int64 else value.to(master.device)
                 for key, value in tensors.items()
                 if "/" in key and key.split("/", 1)[1] == name
             }

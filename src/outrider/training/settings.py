@@ -38,6 +38,10 @@ class LoraSettings(Settings):
     alpha: int = Field(32, ge=1)
     """The adapters are scaled by ``alpha`` / ``rank``."""
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = _DEFAULT_TARGETS
+    base: Literal["model", "4bit"] = "model"
+    """Frozen weights of the layers with adapters: in the precision of the model, or in 4 bit (NF4, extra
+    ``bitsandbytes``).
+    """
 
     @field_validator("target_modules", mode="before")
     @classmethod
@@ -79,6 +83,10 @@ class OptimizerSettings(Settings):
     """Decay rate of the mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
     warmup_steps: int = Field(0, ge=0)
+    states: Literal["float32", "8bit", "cpu"] = "float32"
+    """Moments in float32, or in 8 bit (extra ``bitsandbytes``). ``cpu``: moments, master weights and
+    gradients are in host memory, where the step is computed.
+    """
 
 
 class ColdStartSettings(Settings):
@@ -619,6 +627,16 @@ class RunSettings(Settings):
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
         if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
             raise ValueError("[cluster] takes model.device = cpu or cuda: each process gets its own GPU")
+        if self.has_ranks:
+            single_process = {
+                f"optimizer.states = {self.optimizer.states}": self.optimizer.states != "float32",
+                "model.lora.base = 4bit": self.model.lora is not None and self.model.lora.base != "model",
+            }
+            if setting := next((name for name, is_set in single_process.items() if is_set), None):
+                raise ValueError(
+                    f"{setting} needs the trainer in the process that was started, and this [cluster] "
+                    "runs trainers in processes of their own, which shard float32 states: remove it"
+                )
         if self.has_ranks and not cluster.is_remote and self.model.device != "cpu":
             raise ValueError(
                 f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "

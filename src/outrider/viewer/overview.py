@@ -26,7 +26,7 @@ from outrider.viewer.ranges import OutOfRange, out_of_range
 from outrider.viewer.records import StepFiles, step_file
 from outrider.viewer.report_parts import Chart, Point, Series, page_template, svg_chart
 from outrider.viewer.run_reader import Evaluation, RunData, finite, live_state, read_alarms, read_notes
-from outrider.viewer.summary import cost_lines
+from outrider.viewer.summary import cluster_lines, cost_lines
 
 STYLE: Final = Path(__file__).with_name("page") / "overview.css"
 """Style sheet of the overview and of the charts."""
@@ -129,6 +129,8 @@ def overview(
             "Time", "seconds", _series(_seconds(data), [name for name, *_ in _STAGES]), is_stacked=True
         ),
         costs=_costs(data),
+        idle=_chart("Idle", "share of the step, %", _idle(data), is_share=True),
+        cluster=list(cluster_lines(data)),
         cold_start=_chart("Cold start loss", "nats", _series({x: {"loss": y} for x, y in losses}, ["loss"])),
     )
     # Text of models must not turn the reading direction. None of these characters is a part of the markup.
@@ -533,6 +535,16 @@ def _seconds(data: RunData) -> dict[int, dict[str, float]]:
         for step, value in data.curve(kind, name):
             seconds[step][label] += value or 0.0  # several evaluation sets have the same step
     return seconds
+
+
+def _idle(data: RunData) -> list[Series]:
+    """Idle shares of the processes of a run with ``[cluster]``."""
+    halves = ("trainers", "engines")
+    shares: dict[int, dict[str, float | None]] = defaultdict(dict)
+    for half in halves:
+        for step, share in data.curve("train", f"time/idle_{half}"):
+            shares[step][half] = share
+    return _series(shares, halves)
 
 
 def _costs(data: RunData) -> Iterator[str]:

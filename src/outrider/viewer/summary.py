@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean, median
 from typing import Final, Literal, TypeAlias
 
 from outrider.metrics import WRITTEN_TOKENS
@@ -26,6 +27,13 @@ from outrider.viewer.run_reader import (
 _COLUMNS: Final = 80
 _NUM_ALARMS: Final = 3
 _STAGES: Final = (("rollouts", "time/rollout"), ("updates", "time/update"))
+_REPAIRS: Final[Mapping[str, tuple[str, ...]]] = {
+    "trainer restart": ("cluster/trainer_restarts",),
+    "engine replacement": ("cluster/engine_deaths", "cluster/engine_hangs"),
+    "worker replacement": ("cluster/worker_deaths",),
+    "failed weight transfer": ("weights/num_failed",),
+    "repeated group": ("rollout/num_groups_replayed",),
+}
 
 
 def summary_lines(run: Path) -> list[str]:
@@ -36,6 +44,7 @@ def summary_lines(run: Path) -> list[str]:
     return [
         *_with_title("learned", _score_lines(data)),
         *_with_title("cost", cost_lines(data)),
+        *_with_title("cluster", cluster_lines(data)),
         *_with_title("look at", _alarm_lines(run)),
     ]
 
@@ -97,6 +106,31 @@ def cost_lines(data: RunData) -> Iterator[str]:
         yield f"{compact(tokens)} token{token} written, {compact(calls)} tool call{call} in training"
 
 
+def cluster_lines(data: RunData) -> Iterator[str]:
+    """Idle shares, age of the trained tokens, weight transfers and repairs of a run with ``[cluster]``;
+    nothing of other runs.
+    """
+
+    def values(name: str) -> list[float]:
+        return [value for _, value in data.curve("train", name) if value is not None]
+
+    idle = {half: values(f"time/idle_{half}") for half in ("trainers", "engines")}
+    if all(idle.values()):
+        shares = ", ".join(f"{half} {median(shares):.0%}" for half, shares in idle.items())
+        yield f"idle share of the step time (median): {shares}"
+    if ages := values("staleness/mean"):
+        oldest = max(values("staleness/max"), default=max(ages))
+        yield f"staleness of tokens, in weight versions: mean {fmean(ages):.2f}, max {oldest:.0f}"
+    if seconds := values("time/weights"):
+        num_bytes = fmean(values("weights/bytes") or [0.0])
+        yield f"weights sent per step (mean): {compact(fmean(seconds))} s, {compact(num_bytes)}B"
+    counts = {name: round(sum(data.total("train", key) for key in keys)) for name, keys in _REPAIRS.items()}
+    if any(counts.values()):
+        yield f"repairs: {', '.join(plural(num, name) for name, num in counts.items() if num)}"
+    elif all(idle.values()):
+        yield "no repairs"
+
+
 def _alarm_lines(run: Path) -> Iterator[str]:
     alarms = read_alarms(run)
     if alarms:
@@ -120,8 +154,13 @@ STEP_FIELDS: Final[Mapping[str, str]] = {
     "no signal": "group/fraction_without_signal",
     "s/step": "time/step",
     "tokens/s": "speed/rollout_tokens",
+    "idle trainers": "time/idle_trainers",
+    "idle engines": "time/idle_engines",
+    "staleness": "staleness/mean",
+    "weights s": "time/weights",
+    "weights B": "weights/bytes",
 }
-"""Displayed label of a step's value, and its metric."""
+"""Displayed label of a step's value, and its metric; the last five exist only in runs with ``[cluster]``."""
 
 _NUM_STEPS: Final = 5
 _NUM_NOTES: Final = 3

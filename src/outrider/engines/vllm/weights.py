@@ -94,6 +94,7 @@ class _Checked:
         if not self._is_confirmed:
             raise ValueError("the weights arrived without their sum: some are missing")
         super().finish_weight_update()  # type: ignore[misc]
+        repack_head(self.model)  # only CPUs have something to pack
 
 
 class CheckedNccl(_Checked, NCCLWeightTransferEngine):  # type: ignore[misc]
