@@ -75,11 +75,12 @@ def play(out: Path, number: int, num_ranks: int) -> dict[str, Any]:
         kind = draws.choice(KINDS)
         how = signal.SIGKILL if kind == "controller" else draws.choice((signal.SIGKILL, signal.SIGSTOP))
         pids = {process.pid: "controller"} if kind == "controller" else runs.processes()
-        pid = draws.choice(sorted(pid for pid, name in pids.items() if name.startswith(kind)) or [0])
+        pid = draws.choice(sorted(pid for pid, name in pids.items() if kind in name) or [0])
         if not pid or process.poll() is not None:
             continue
         os.kill(pid, how)
-        signals.append({"signal": how.name, "process": pids[pid], "at": round(time.monotonic() - began, 2)})
+        at = round(time.monotonic() - began, 2)
+        signals.append({"signal": how.name, "kind": kind, "process": pids[pid], "at": at})
         if kind == "controller":
             runs.kill(process)
             process = runs.start(*_arguments(out, run, staleness, num_ranks))
@@ -116,7 +117,7 @@ def unequal(reference: Path, run: Path) -> list[str]:
 
 def table(done: Sequence[dict[str, Any]]) -> str:
     """Return a table with a row per kind of process and a total."""
-    signals = Counter((each["process"].split()[0], each["signal"]) for run in done for each in run["signals"])
+    signals = Counter((each["kind"], each["signal"]) for run in done for each in run["signals"])
     rows = [[kind, *(str(signals[kind, how]) for how in ("SIGKILL", "SIGSTOP"))] for kind in KINDS]
     num_wrong = sum(bool(run["wrong"]) for run in done)
     return (

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.distributed.command_runs import CommandRuns
 from tests.distributed.groups import groups
 from tests.tiny import save_tiny_model
+from tests.training.whole_runs import command, write_data
 
 from outrider.config import validate
 from outrider.distributed import open_cluster, start_ranks, start_rollout_processes
@@ -188,6 +190,49 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
                accepted=limits[name])
         for name, seconds in lost.items()
     ]  # fmt: skip
+
+
+def restarts(model: str, folder: Path, num: int) -> list[Figure]:
+    """Measure the start of a run of a tiny model with two ranks, two engines and two workers, and the time
+    from a killed rank to the next step.
+    """
+    starts, losses = [], []
+    write_data(folder / "tiny")
+    for repeat in range(num):
+        run, runs = folder / f"tiny-{repeat}", CommandRuns()
+        began = time.perf_counter()
+        process = runs.start(
+            *command(folder / "tiny", run, "combined"), "train.num_steps=4", "train.checkpoint_every=1",
+            "evaluation.every=0", "evaluation.num_tasks=1", "cluster.num_trainers=2",
+            "cluster.num_engines=2", "cluster.num_rollout_workers=2",
+        )  # fmt: skip
+        _await_steps(process, run, 1)
+        starts.append(time.perf_counter() - began)
+        _await_steps(process, run, 2)
+        [rank] = [pid for pid, name in runs.processes().items() if name == "trainer rank 1"]
+        os.kill(rank, signal.SIGKILL)
+        began, done = time.perf_counter(), len(_train_steps(run))
+        _await_steps(process, run, done + 1)
+        losses.append(time.perf_counter() - began)
+        runs.end(process)
+    return [
+        Figure(name=name, measured=f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s",
+               accepted=limit)
+        for name, seconds, limit in (
+            ("from the command to the end of the first step, tiny model", starts, "at most 20 s"),
+            ("from a killed rank to the end of the next step, tiny model", losses, "at most 30 s"),
+        )
+    ]  # fmt: skip
+
+
+def _await_steps(process: "subprocess.Popen[str]", run: Path, num: int) -> None:
+    while len(_train_steps(run)) < num:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def _train_steps(run: Path) -> list[dict[str, Any]]:
+    return [one for one in read_records(run / "metrics.jsonl") if one["kind"] == "train"]
 
 
 def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:

@@ -167,7 +167,12 @@ class RingObjective(ObjectiveSettings):
         none_T = torch.zeros_like(inputs.advantages_T, dtype=torch.bool)
         ratio_T = (inputs.logprobs_T - inputs.old_T).exp() * inputs.ratio_scale_T
         inputs.measures.add_sum("ring/num_tokens", float(len(ratio_T)))
-        return TokenLoss(-inputs.advantages_T * ratio_T, none_T, none_T, none_T)
+        return TokenLoss(
+            losses=-inputs.advantages_T * ratio_T,
+            clipped_high=none_T,
+            clipped_low=none_T,
+            dual_clipped=none_T,
+        )
 
 
 def assign_ring_advantages(traces: Sequence[Trace]) -> list[Trace]:
