@@ -71,10 +71,10 @@ class Player:
             os._exit(1)
         if job.task.question == "hold the lock":
             re.match(r"(a+)+$", "a" * 60 + "b")
-        if job.task.question == "die once" and not job.attempt:
+        if job.task.question == "die once" and job.number < 8:
             time.sleep(0.05)
             os._exit(1)
-        reason = f"{job.engine.name} {job.version} {job.training_step} {job.max_calls} {job.attempt}"
+        reason = f"{job.engine.name} {job.version} {job.training_step} {job.max_calls} {job.number}"
         report = RolloutReport(
             traces=[Trace(task=job.task, modes=job.modes)],
             num_batches=1,

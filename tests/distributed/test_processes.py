@@ -1,7 +1,6 @@
 """Processes and calls between them: errors, deaths, and the limits of progress."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from outrider.distributed.processes import (
 )
 from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.training.settings import ClusterSettings
-from tests.distributed.processes import command_of, wait_until_ended
+from tests.distributed.processes import command_of, send_signal, wait_until_ended
 from tests.distributed.served import Worker
 
 HEARTBEAT_S = 1.5
@@ -90,7 +89,7 @@ def test_a_death_fails_pending_and_later_calls_at_once(
     process = start()
     call = process.call("sleep", 600.0)
     began = time.monotonic()
-    os.kill(process.pid, signal.SIGKILL)
+    send_signal(process.pid, signal.SIGKILL)
     fault = result(cluster, call)
     assert time.monotonic() - began < HEARTBEAT_S
     assert isinstance(fault, ProcessLost) and not fault.is_silent and "engine 0 died in " in str(fault)
@@ -105,7 +104,7 @@ def test_a_stopped_process_blocks_no_caller_and_is_ended(
 ) -> None:
     """Neither its first connection nor a request that fills its socket may block."""
     process = start(has_begun=has_begun)
-    os.kill(process.pid, signal.SIGSTOP)
+    send_signal(process.pid, signal.SIGSTOP)
     fault = result(cluster, process.call("echo", b"x" * 3_000_000))
     assert isinstance(fault, ProcessLost) and fault.is_silent
     assert "engine 0 has not responded for" in str(fault) and "cluster.heartbeat_s" in str(fault)

@@ -2,7 +2,6 @@
 and their children end, and another worker plays its groups to the same bits.
 """
 
-import os
 import signal
 import threading
 import time
@@ -19,7 +18,7 @@ from outrider.plugins import imports  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
-from tests.distributed.processes import children_of, command_of, parent_of, wait_until_ended  # noqa: E402
+from tests.distributed.processes import children_of, command_of, parent_of, send_signal, wait_until_ended  # noqa: E402
 from tests.distributed.test_remote_faults import Crew, bits, crew_with, settings_of  # noqa: E402
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def test_programs_end_with_their_worker_and_run_again(
     [launcher] = launchers_of(worker)
     with held(crew, place) as play:
         mine = [launcher, *programs_of(place, launcher, num=4)]
-        os.kill(worker, how)
+        send_signal(worker, how)
         wait_until_ended(mine)
     assert bits(play()) == bits(unbroken)
     assert crew.counts() == {"cluster/worker_deaths": 1.0, "rollout/num_groups_replayed": 2.0}

@@ -1,6 +1,5 @@
 """Decisions that all ranks take together, and ranks that die or hang."""
 
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ from outrider.errors import ClusterFault, EngineFault
 from outrider.training.settings import ClusterSettings, UpdateSettings
 from tests.distributed.groups import groups
 from tests.distributed.probe import SETTINGS, alone, rank_group, run
-from tests.distributed.processes import wait_until_ended
+from tests.distributed.processes import send_signal, wait_until_ended
 from tests.distributed.test_rank_updates import differs, objective_of
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -62,7 +61,7 @@ def test_a_rank_that_dies_or_hangs_ends_all(
     ranks = rank_group(cluster, folder, 2)
     pids, settings = [pid for pid, _ in ranks.built], cluster.settings
     if how is not None:
-        os.kill(pids[1], how)
+        send_signal(pids[1], how)
     try:
         cluster.settings = ClusterSettings(heartbeat_s=4.0)
         cluster._watches["trainer rank 1"].busy_s = 4.0

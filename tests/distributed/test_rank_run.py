@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from outrider.training.policy import read_tensors
 from tests.distributed.command_runs import CommandRuns
+from tests.distributed.processes import send_signal
 from tests.training.forked import forked_outrider
 from tests.training.tool_run import write_tool_run
 from tests.training.whole_runs import metrics
@@ -98,7 +99,7 @@ def test_a_run_restarts_after_a_lost_rank_and_ends_in_the_same_bits(
     process = runs.start_until(
         run / "checkpoints" / "step-000001" / "state.json", *command(root, run), "cluster.heartbeat_s=5"
     )
-    os.kill(rank_pids(runs)[0], how)
+    send_signal(rank_pids(runs)[0], how)
     stdout = runs.end(process, timeout=300)
     assert "restart from the newest checkpoint, repair 1 of 3 within an hour" in stdout
     last = Path("checkpoints") / f"step-{STEPS:06d}"

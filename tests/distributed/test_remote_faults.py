@@ -26,7 +26,7 @@ from outrider.training.components import Components
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
-from tests.distributed.processes import lives, wait_until_ended
+from tests.distributed.processes import lives, send_signal, wait_until_ended
 
 if TYPE_CHECKING:
     from outrider.distributed.processes import Cluster
@@ -161,7 +161,7 @@ def test_a_lost_process_is_replaced_and_the_bits_are_the_same(
 ) -> None:
     before = crew.pids
     for name in names:
-        os.kill(before[name], how)
+        send_signal(before[name], how)
     assert bits(crew.play()) == unbroken
     counts, is_silent = crew.counts(), how is signal.SIGSTOP
     assert counts.pop("rollout/num_groups_replayed") >= 2
@@ -193,10 +193,10 @@ def test_a_process_may_die_at_any_moment(crew: Crew, unbroken: object, seed: int
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 def test_an_engine_that_is_lost_between_two_batches_is_replaced(crew: Crew, how: signal.Signals) -> None:
     """A probe of the weights calls it first; its call has no name of a process."""
-    os.kill(crew.pids["engine 0"], how)
+    send_signal(crew.pids["engine 0"], how)
     prompt = crew.play_here().traces[0]
     assert len(crew.remote.probes(prompt)) == 2
-    os.kill(crew.pids["engine 1"], how)
+    send_signal(crew.pids["engine 1"], how)
     crew.remote.engine.free_cache()
     counts = crew.counts()
     assert counts.get("cluster/engine_deaths", 0) + counts.get("cluster/engine_hangs", 0) == 2.0
@@ -205,7 +205,7 @@ def test_an_engine_that_is_lost_between_two_batches_is_replaced(crew: Crew, how:
 
 def test_an_engine_that_dies_before_a_transfer_is_replaced(crew: Crew) -> None:
     engine = crew.remote.engine
-    os.kill(crew.pids["engine 0"], signal.SIGKILL)
+    send_signal(crew.pids["engine 0"], signal.SIGKILL)
     engine.load(engine.weight_version + 1)
     assert crew.counts() == {"cluster/engine_deaths": 1.0, "weights/num_failed": 1.0}
     nodes = [node for trace in crew.play().traces for node in trace.nodes if node.trainable]
@@ -229,7 +229,7 @@ def test_an_older_weight_version_is_refused(crew: Crew) -> None:
 def test_too_many_repairs_end_the_run_with_one_line_and_close_ends_all(crew: Crew) -> None:
     crew.remote.repairs = Repairs(Allowance(0))
     pids = list(crew.pids.values())
-    os.kill(crew.pids["rollout worker 1"], signal.SIGKILL)
+    send_signal(crew.pids["rollout worker 1"], signal.SIGKILL)
     with pytest.raises(ClusterFault, match=r"rollout worker 1 died in .*--resume") as raised:
         crew.play()
     assert "\n" not in str(raised.value)

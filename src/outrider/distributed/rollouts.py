@@ -15,6 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,7 +116,8 @@ class Job:
         version: version of the weights at its start.
         snapshots: pickled snapshots of the hooks, shared by the groups of a step; empty in an evaluation.
         max_calls: the group's share of the batch's limit on tool calls; None without a limit.
-        attempt: number of earlier attempts, which makes the name of the group's caches unique.
+        number: number of the attempt among all of the run, which makes the name of its caches unique: the
+            engine may drop those of an earlier attempt later.
     """
 
     task: Task
@@ -126,7 +128,13 @@ class Job:
     engine: Process
     snapshots: bytes
     max_calls: int | None
-    attempt: int = 0
+    number: int
+
+    @property
+    def cache_name(self) -> str:
+        """Name of the group's keys and values in the engine."""
+        kind = "train" if self.is_training else "evaluation"
+        return f"{kind} {self.training_step}/{self.task.key}/{self.number}"
 
 
 class RolloutWorker:
@@ -200,10 +208,9 @@ class RolloutWorker:
                     self._free.pop() if self._free else (self._new_algorithm(), self._new_factory())
                 )
             settings = self._settings
-            kind = "train" if job.is_training else "evaluation"
             engine = GroupEngine(
                 process=job.engine,
-                name=f"{kind} {job.training_step}/{job.task.key}/{job.attempt}",
+                name=job.cache_name,
                 tokenizer=self._renderer.tokenizer,
                 context_length=self._worker_settings.context_length,
                 weight_version=job.version,
@@ -288,9 +295,9 @@ class _Group:
     max_calls: int | None
     num_breaks: int = 0
     last_fault: ProcessLost | None = None
-    num_attempts: int = 0
     worker: Process | None = None
     engine: Process | None = None
+    cache_name: str = ""
 
     def masked(self, fault: ProcessLost) -> GroupResult:
         """Return the group without rollouts, because it breaks its worker."""
@@ -325,6 +332,7 @@ class GroupPool:
         self._lost: deque[_Group] = deque()  # to be played again
         self._calls: dict[Future[Any], _Group] = {}
         self._locations: dict[str, Any] = {}
+        self._numbers = count()
 
     def submit(
         self,
@@ -371,9 +379,9 @@ class GroupPool:
             engine=group.engine,
             snapshots=group.snapshots,
             max_calls=group.max_calls,
-            attempt=group.num_attempts,
+            number=next(self._numbers),
         )
-        group.num_attempts += 1
+        group.cache_name = job.cache_name
         self._calls[worker.call("play", job)] = group
 
     def _least_loaded(self, processes: Mapping[str, Process], kind: str) -> Process:
@@ -407,7 +415,8 @@ class GroupPool:
                 if answer.process == process.name and self._processes.is_current(process):
                     faults.setdefault(process.name, self._processes.cluster.locate(answer))
         for group in lost:
-            assert group.worker is not None
+            assert group.worker is not None and group.engine is not None
+            group.engine.call("end_group", group.cache_name)  # which a lost worker did not call
             self._count_loss(group, faults.get(group.worker.name))
         for fault in faults.values():
             # a task that breaks its worker again is no fault of the cluster
