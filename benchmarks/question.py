@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -37,7 +37,7 @@ from benchmarks.learning_tables import factbook_notes, factbook_table, method_la
 from benchmarks.markdown_table import MethodTable, markdown
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import Comparison, compare
-from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_p
+from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_interval, student_p
 from outrider.files import replace_file
 from outrider.training.resume import read_commit
 
@@ -241,19 +241,13 @@ def paired_difference(differences: Sequence[float]) -> tuple[Estimate, float]:
     """Return the mean of differences with its 95 % interval, and the two-sided p, by Student's paired t test;
     fewer than two have neither.
     """
-    num, mean = len(differences), fmean(differences)
-    if num < 2:
-        return Estimate(value=mean, low=math.nan, high=math.nan), 1.0
-    error = stdev(differences) / math.sqrt(num)
+    estimate = student_interval(differences)
+    if not estimate.has_interval:
+        return estimate, 1.0
+    error = stdev(differences) / math.sqrt(len(differences))
     if not error:
-        return Estimate(value=mean, low=mean, high=mean), 0.0 if mean else 1.0
-    low, high = 0.0, 1e3  # the quantile of the distribution, by bisection
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_p(middle, num - 1) > ALPHA else (low, middle)
-    return Estimate(value=mean, low=mean - high * error, high=mean + high * error), student_p(
-        mean / error, num - 1
-    )
+        return estimate, 0.0 if estimate.value else 1.0
+    return estimate, student_p(estimate.value / error, len(differences) - 1)
 
 
 def sign_test(first: Sequence[float], second: Sequence[float]) -> tuple[int, int, float]:

@@ -1,6 +1,7 @@
 """benchmarks.question: runs of a written question, and a verdict by the rules that were written with it."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,8 @@ def test_a_paired_difference_has_the_interval_and_p_of_student() -> None:
     )
     assert paired_difference([0.25, 0.25, 0.25])[1] == 0.0 and paired_difference([0.0, 0.0])[1] == 1.0
     assert not paired_difference([0.5])[0].has_interval
+    five, _ = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert five.high - 3.0 == pytest.approx(2.7764 * math.sqrt(2.5 / 5), rel=1e-4)
 
 
 def test_pairs_of_seeds_decide_if_the_question_names_them(
