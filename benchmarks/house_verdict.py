@@ -56,9 +56,8 @@ def specific_rise(scores: Scores, arm: str) -> tuple[Estimate, Estimate]:
     """The rise on the trained tasks less that on new houses, and the change on new houses."""
     pairs = [(scores[arm][seed], scores["cold"][seed]) for seed in scores[arm] if seed in scores["cold"]]
     rises = [(after.trained - before.trained, after.new - before.new) for after, before in pairs]
-    return student_interval([one - other for one, other in rises]), student_interval(
-        [new for _, new in rises]
-    )
+    specific = student_interval([one - other for one, other in rises])
+    return specific, student_interval([new for _, new in rises])
 
 
 def verdict(scores: Scores, arm: str) -> str:
