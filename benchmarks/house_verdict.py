@@ -8,10 +8,10 @@ seeds show a difference of 8 points and do not show one of 4.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Final
 
-from outrider.evaluation.statistics import Estimate
+from outrider.evaluation.statistics import Estimate, student_interval
 
 CEILING: Final = 0.25
 """Panel A after stage 0 from which the weights can hold the facts."""
@@ -20,10 +20,6 @@ SEARCH: Final = 1 / 3
 PILOT_GAIN: Final = 0.05
 MIN_RETENTION: Final = 0.5
 MAX_LOSS_ON_NEW: Final = 0.05
-QUANTILES: Final = {
-    1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 6: 2.4469, 7: 2.3646, 8: 2.3060, 9: 2.2622
-}  # fmt: skip
-"""97.5 % quantiles of Student's distribution by degrees of freedom."""
 PREDICTION: Final = "likelihood, divergence > EMPO², student denominator > EMPO², GRPO, SDAR"
 """Order of the arms on panel A that the table of pulls predicts."""
 
@@ -41,18 +37,10 @@ Scores = Mapping[str, Mapping[int, Panels]]
 """By arm and seed; the arm ``cold`` is the cold start."""
 
 
-def mean_interval(values: Sequence[float]) -> Estimate:
-    """The mean of at most ten values with Student's 95 % interval; NaN bounds for fewer than two."""
-    if len(values) < 2:
-        return Estimate(value=fmean(values), low=math.nan, high=math.nan)
-    margin = QUANTILES[len(values) - 1] * stdev(values) / math.sqrt(len(values))
-    return Estimate(value=fmean(values), low=fmean(values) - margin, high=fmean(values) + margin)
-
-
 def gain(scores: Scores, arm: str, other: str) -> Estimate:
     """The difference of two arms on the trained tasks, paired by seed."""
     first, second = scores[arm], scores[other]
-    return mean_interval([first[seed].trained - second[seed].trained for seed in first if seed in second])
+    return student_interval([first[seed].trained - second[seed].trained for seed in first if seed in second])
 
 
 def retention(scores: Scores, arm: str) -> float:
@@ -68,7 +56,8 @@ def specific_rise(scores: Scores, arm: str) -> tuple[Estimate, Estimate]:
     """The rise on the trained tasks less that on new houses, and the change on new houses."""
     pairs = [(scores[arm][seed], scores["cold"][seed]) for seed in scores[arm] if seed in scores["cold"]]
     rises = [(after.trained - before.trained, after.new - before.new) for after, before in pairs]
-    return mean_interval([one - other for one, other in rises]), mean_interval([new for _, new in rises])
+    specific = student_interval([one - other for one, other in rises])
+    return specific, student_interval([new for _, new in rises])
 
 
 def verdict(scores: Scores, arm: str) -> str:
@@ -88,7 +77,7 @@ def verdict(scores: Scores, arm: str) -> str:
         failed.append(f"new houses fall by {-100 * new.value:.1f} points")
     if failed:
         return f"no: {'; '.join(failed)}"
-    trained = mean_interval([panels.trained for panels in scores[arm].values()])
+    trained = student_interval([panels.trained for panels in scores[arm].values()])
     return "strong win" if trained.low > SEARCH else "win"
 
 

@@ -21,6 +21,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from statistics import stdev
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -35,8 +36,8 @@ from benchmarks.learning_methods import IMITATION, Method
 from benchmarks.learning_tables import factbook_notes, factbook_table, method_labels
 from benchmarks.markdown_table import MethodTable, markdown
 from outrider.errors import ConfigError, OutriderError
-from outrider.evaluation.compare import compare
-from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p
+from outrider.evaluation.compare import Comparison, compare
+from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_interval, student_p
 from outrider.files import replace_file
 from outrider.training.resume import read_commit
 
@@ -47,7 +48,8 @@ TIE: Final = 0.08
 
 class Question(BaseModel):
     """An entry of the file of questions. ``method`` is compared with ``baseline``; ``levels`` are training
-    rewards whose tool calls are compared, too.
+    rewards whose tool calls are compared, too. With ``pairs_seeds``, the test is over the differences of the
+    two runs of a seed, which start from the same cold start.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +66,7 @@ class Question(BaseModel):
     method: str
     baseline: str
     levels: tuple[float, ...] = ()
+    pairs_seeds: bool = False
     remarks: tuple[str, ...] = ()
 
     @field_validator("overrides")
@@ -170,14 +173,25 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     if len(comparison.groups) != 2:
         raise OutriderError(f"{plan.out}: runs of one method have different settings")
     labels, [tested] = method_labels(comparison), comparison.pairs
-    difference = tested.difference
-    if tested.first != labels[method.key]:
-        difference = Estimate(value=-difference.value, low=-difference.high, high=-difference.low)
     is_complete = len(seeds) == question.num_seeds
     commits, problems = origin(plan, seeds, pair, name=name, records=records)
     problems += tested.verdict.missing
     is_verdict = is_complete and len(seeds) >= MIN_SEEDS and not problems
-    result = outcome(tested.verdict.winner, difference, method=labels[method.key])
+    names = {label: by_key[key].name for key, label in labels.items()}
+    if question.pairs_seeds:
+        own, base = (seed_scores(comparison, labels[one.key]) for one in (method, baseline))
+        difference, p = paired_difference([own[seed] - base[seed] for seed in seeds])
+        higher = labels[method.key if difference.value > 0 else baseline.key]
+        winner, compared = higher if p < ALPHA else None, "means over seeds, paired"
+        tests = f"; t test of the differences by seed: p = {p:.3g}"
+    else:
+        difference, winner, compared = tested.difference, tested.verdict.winner, "interquartile means"
+        if tested.first != labels[method.key]:
+            difference = Estimate(value=-difference.value, low=-difference.high, high=-difference.low)
+        reasons = [re.sub(r"^.*(?= has \d+ seed)", lambda label: names.get(label[0], label[0]), one)
+                   for one in tested.verdict.reasons]  # fmt: skip
+        tests = f"; {'; '.join(reasons) or 'all tests name the same winner'}"
+    result = outcome(winner, difference, method=labels[method.key])
     if problems:
         state = f"No verdict: {'; '.join(problems)}."
     elif not is_complete:
@@ -186,22 +200,18 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
     else:
         state = f"Verdict: **{result}** of {method.name} against {baseline.name}."
-    names = {label: by_key[key].name for key, label in labels.items()}
-    reasons = [re.sub(r"^.*(?= has \d+ seed)", lambda label: names.get(label[0], label[0]), one)
-               for one in tested.verdict.reasons]  # fmt: skip
     low, high = 100 * difference.low, 100 * difference.high
     scores = factbook_table(pair, comparison)
-    if not is_verdict:  # no conclusion from results that are not complete
+    if question.pairs_seeds or not is_verdict:  # one rule, and no conclusion from incomplete results
         scores = MethodTable(scores.header[:-1], [row[:-1] for row in scores.rows])
-    tests = f"; {'; '.join(reasons) or 'all tests name the same winner'}" if is_verdict else ""
     parts = [
         f"# {name}: {question.question}",
         f"Expected: {question.expected}",
         state,
         scores.text,
-        f"{method.name} minus {baseline.name}, interquartile means: {100 * difference.value:+.1f} points"
+        f"{method.name} minus {baseline.name}, {compared}: {100 * difference.value:+.1f} points"
         + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
-        + f"{tests}.",
+        + f"{tests if is_verdict else ''}.",
         *(_calls(question, plan, seeds, pair, is_verdict=is_verdict) if question.levels else []),
         seconds_table(question, plan, by_key),
         "\n".join(f"- {note}" for note in [
@@ -219,6 +229,25 @@ def outcome(winner: str | None, difference: Estimate, *, method: str) -> str:
         return "win" if winner == method else "loss"
     is_tied = difference.has_interval and difference.low >= -TIE and difference.high <= TIE
     return "tie" if is_tied else "undecided"
+
+
+def seed_scores(comparison: Comparison, label: str) -> dict[int, float]:
+    """Return the last score of each run of a group by its seed."""
+    [group] = [group for group in comparison.groups if group.label == label]
+    return {int(run.config["seed"]): run.evaluations[-1].score for run in group.runs}
+
+
+def paired_difference(differences: Sequence[float]) -> tuple[Estimate, float]:
+    """Return the mean of differences with its 95 % interval, and the two-sided p, by Student's paired t test;
+    fewer than two have neither.
+    """
+    estimate = student_interval(differences)
+    if not estimate.has_interval:
+        return estimate, 1.0
+    error = stdev(differences) / math.sqrt(len(differences))
+    if not error:
+        return estimate, 0.0 if estimate.value else 1.0
+    return estimate, student_p(estimate.value / error, len(differences) - 1)
 
 
 def sign_test(first: Sequence[float], second: Sequence[float]) -> tuple[int, int, float]:

@@ -1,6 +1,7 @@
 """benchmarks.question: runs of a written question, and a verdict by the rules that were written with it."""
 
 import json
+import math
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from benchmarks.question import (
     make_plan,
     origin,
     outcome,
+    paired_difference,
     read_question,
     seconds_table,
     sign_test,
@@ -112,6 +114,33 @@ def test_a_seed_that_never_reaches_a_level_is_later_than_one_that_does() -> None
     fewer, more, p = sign_test([10, 10, -5, -5, 20], [11, -3, 500, -9, 20])
     assert (fewer, more, p) == (2, 1, 1.0)  # neither reaches it on the fourth seed, and the fifth is equal
     assert sign_test([1.0] * 6, [2.0] * 6) == (6, 0, 2 / 2**6)
+
+
+def test_a_paired_difference_has_the_interval_and_p_of_student() -> None:
+    """Expected values from ``scipy.stats.ttest_1samp``."""
+    found, p = paired_difference([0.1, 0.3, -0.2, 0.4, 0.25])
+    assert (found.value, found.low, found.high, p) == pytest.approx(
+        (0.17, -0.11986937903429354, 0.4598693790342936, 0.17879118170584296), abs=1e-9
+    )
+    assert paired_difference([0.25, 0.25, 0.25])[1] == 0.0 and paired_difference([0.0, 0.0])[1] == 1.0
+    assert not paired_difference([0.5])[0].has_interval
+    five, _ = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert five.high - 3.0 == pytest.approx(2.7764 * math.sqrt(2.5 / 5), rel=1e-4)
+
+
+def test_pairs_of_seeds_decide_if_the_question_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = write_questions(tmp_path)
+    play(records, tmp_path / "out", Runs())
+    records.write_text(records.read_text() + "pairs_seeds = true\n")
+    state_commit(tmp_path / "out", commit(tmp_path))
+    status, text = result(tmp_path, capsys, records)
+    assert status == 0 and "Verdict: **win** of RAPO against GRPO." in text
+    assert (
+        "RAPO minus GRPO, means over seeds, paired: +" in text and "t test of the differences by seed" in text
+    )
+    assert "same winner" not in text and "over tasks" not in text
 
 
 def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

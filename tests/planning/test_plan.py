@@ -270,6 +270,29 @@ def test_optimizer_states_in_8_bit_or_in_host_memory_are_counted() -> None:
     assert per_parameter("8bit", **adapters) == 18
 
 
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen3", LoraSettings().target_modules), ("qwen3_5_text", ("all-linear",))]
+)
+def test_frozen_weights_in_4_bit_are_counted(family: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Equal to what the layers of a quantized model hold; the embedding is not quantized."""
+    pytest.importorskip("bitsandbytes")
+    config = AutoConfig.for_model(family, **SMALL)
+    config.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lora = LoraSettings(rank=2, target_modules=targets, base="4bit")
+    choose_trained(model, lora=lora, trained_layers=None)
+    held = 0
+    for parameter in (one for one in model.parameters() if not one.requires_grad):
+        held += parameter.nbytes
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            held += state.absmax.nbytes + state.state2.absmax.nbytes
+    shape = find_shape(str(tmp_path))
+    training = Training(max_tokens=64, precision="float32", lora_rank=2, lora_targets=targets, is_4bit=True)
+    counted = rank_bytes(shape, training)["frozen weights"]
+    assert counted == pytest.approx(held, rel=2e-3)
+    assert counted < 0.5 * rank_bytes(shape, replace(training, is_4bit=False))["frozen weights"]
+
+
 @given(st.sampled_from(sorted(known_models())), st.integers(1, 8), st.booleans())
 def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, checkpointed: bool) -> None:
     shape = find_shape_of(name)

@@ -2,6 +2,8 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from outrider.engines.local.attention import Segment, TreePlan
 from outrider.errors import ConfigError, ModelError
 from outrider.training.adapters import merge_adapters
 from outrider.training.checkpoint import load_checkpoint, save_checkpoint
+from outrider.training.learner import Learner
 from outrider.training.policy import Policy, Scorer
+from outrider.training.resume import frozen_weights
 from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
 
@@ -160,4 +164,10 @@ def test_adapters_on_a_4_bit_base_train_like_those_on_its_rounded_weights(
         assert (gradient - expected).norm() <= 5 * bound * expected.norm()
     with torch.no_grad():
         assert torch.equal(compute_logits(packed.frozen_copy()), compute_logits(packed))
+    parts = SimpleNamespace(language_model=packed.language_model, trained_parameters=set(packed.masters))
+    learner = cast(Learner, parts)
+    before = frozen_weights(learner)
+    weight.quant_state.state2.absmax.mul_(1.01)
+    assert frozen_weights(learner) != before  # of other scales
+    weight.quant_state.state2.absmax.div_(1.01)
     packed.export(tmp_path)  # compares the logits of the merged model

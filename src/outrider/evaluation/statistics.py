@@ -18,6 +18,7 @@ of one value.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -384,6 +385,18 @@ def student_p(t: float, freedom: float) -> float:
     tail = half * float(weights @ np.cos(begin + half * (1.0 + nodes)) ** (freedom - 1.0))
     whole = 0.5 * math.exp(math.lgamma(freedom / 2) + math.lgamma(0.5) - math.lgamma((freedom + 1) / 2))
     return min(1.0, tail / whole)
+
+
+def student_interval(values: Sequence[float]) -> Estimate:
+    """Return the mean with Student's 95 % interval; its bounds are NaN for fewer than two values."""
+    if len(values) < 2:
+        return Estimate(value=fmean(values), low=math.nan, high=math.nan)
+    low, high = 0.0, 1e3  # the quantile, by bisection
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_p(middle, len(values) - 1) > ALPHA else (low, middle)
+    margin = high * stdev(values) / math.sqrt(len(values))
+    return Estimate(value=fmean(values), low=fmean(values) - margin, high=fmean(values) + margin)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -29,6 +29,8 @@ HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
 MOMENTS_8BIT: Final = 2 + 2 * 4 / 256  # two moments of a byte, with a float32 scale per block of 256 values
+# NF4: half a byte per weight, a scale of a byte per 64 weights, and a float32 scale per 256 of these
+NF4_BYTES: Final = 1 / 2 + 1 / 64 + 4 / (64 * 256)
 VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 
 
@@ -43,6 +45,7 @@ class Training:
     has_reference: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
+    is_4bit: bool = False
     trained_layers: int | None = None
     optimizer_states: str = "float32"
 
@@ -97,12 +100,13 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     # adapters are parameters in addition to those of the model
     frozen = share if training.lora_rank is not None else share - trained
     alone = training.ranks == 1
+    packed, largest = shape.adapted_weights(training.lora_targets) if training.is_4bit and alone else (0, 0)
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
     masters, moments, gradients = training.optimizer_bytes
     is_offloaded = training.optimizer_states == "cpu"
     return {
-        # frozen weights: in the working precision in one process, in float32 shards on ranks
-        "frozen weights": (b if alone else MASTER) * frozen,
+        # frozen weights: in the working precision or in 4 bit in one process, in float32 shards on ranks
+        "frozen weights": (b if alone else MASTER) * (frozen - packed) + NF4_BYTES * packed,
         "masters": masters * trained,
         "moments": moments * trained,
         "gradients": gradients * trained,
@@ -113,8 +117,9 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),
-        # the backward pass of the head has finished before that of the last layer begins
-        "pass in work": max(layer_bytes(shape, training), head_bytes(shape, b) + head_gradient),
+        # The backward pass of the head has finished before that of the last layer begins. A layer computes
+        # with a copy of each 4-bit matrix.
+        "pass in work": max(layer_bytes(shape, training) + b * largest, head_bytes(shape, b) + head_gradient),
     }
 
 
@@ -285,6 +290,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
             has_reference=algorithm.needs_reference or is_averaged,
             lora_rank=None if lora is None else lora.rank,
             lora_targets=() if lora is None else tuple(lora.target_modules),
+            is_4bit=lora is not None and lora.base == "4bit",
             trained_layers=settings.model.trained_layers,
             # on a CPU, host memory is the only one
             optimizer_states="float32" if (device, states) == ("cpu", "cpu") else states,

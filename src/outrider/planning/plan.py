@@ -164,7 +164,7 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         words = (
             f"the last {training.trained_layers} layers and the final norm"
             if training.lora_rank is None
-            else f"adapters of rank {training.lora_rank}"
+            else f"adapters of rank {training.lora_rank}" + " on 4-bit weights" * training.is_4bit
         )
         yield _line("trained parameters", f"{trained:,}", words)
     yield _line("trainer rank", _gb(sum(fit.rank.values())), "at its peak, of which:")

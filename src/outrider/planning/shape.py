@@ -143,17 +143,8 @@ class ModelShape:
 
         Raises ConfigError for a name that is not a matrix of the supported model families.
         """
-        d, f, a, k = self.width, self.mlp_width, self.attention_width, self.kv_width
-        full = self.num_attention_layers
-        num_mlps = 0 if self.num_experts else self.num_layers
-        sizes = {
-            "q_proj": full * (d + self.query_width), "k_proj": full * (d + k), "v_proj": full * (d + k),
-            "o_proj": full * (a + d), "gate_proj": num_mlps * (d + f), "up_proj": num_mlps * (d + f),
-            "down_proj": num_mlps * (f + d),
-        }  # fmt: skip
-        if linear := self.linear_attention:
-            outputs = {**linear.matrix_outputs, "out_proj": linear.value_width}
-            sizes |= {name: len(linear.layers) * (d + num) for name, num in outputs.items()}
+        d, f = self.width, self.mlp_width
+        sizes = {name: num * (inputs + outputs) for name, (num, inputs, outputs) in self._linear().items()}
         is_all_linear = targets == ("all-linear",)
         names = tuple(sizes) if is_all_linear else targets
         if self.num_experts and not is_all_linear:  # fused experts are parameters, no linear layers
@@ -166,6 +157,28 @@ class ModelShape:
             )
         layer_adapters = rank * sum(sizes[name] for name in names if name in sizes)
         return layer_adapters + rank * (d + self.vocabulary) * ("lm_head" in names)
+
+    def _linear(self) -> dict[str, tuple[int, int, int]]:
+        """Number, inputs and outputs of the linear layers by name, without the vocabulary projection."""
+        d, f, a, k = self.width, self.mlp_width, self.attention_width, self.kv_width
+        full, num_mlps = self.num_attention_layers, 0 if self.num_experts else self.num_layers
+        layers = {
+            "q_proj": (full, d, self.query_width), "k_proj": (full, d, k), "v_proj": (full, d, k),
+            "o_proj": (full, a, d), "gate_proj": (num_mlps, d, f), "up_proj": (num_mlps, d, f),
+            "down_proj": (num_mlps, f, d),
+        }  # fmt: skip
+        if linear := self.linear_attention:
+            outputs = {**linear.matrix_outputs, "out_proj": linear.value_width}
+            layers |= {name: (len(linear.layers), d, num) for name, num in outputs.items()}
+        return layers
+
+    def adapted_weights(self, targets: tuple[str, ...]) -> tuple[int, int]:
+        """Return the weights of the linear layers with adapters, and of the largest of them."""
+        layers = self._linear()
+        names = layers if targets == ("all-linear",) else set(targets) & layers.keys()
+        matrices = [layers[name] for name in names if layers[name][0]]
+        total = sum(num * inputs * outputs for num, inputs, outputs in matrices)
+        return total, max((inputs * outputs for _, inputs, outputs in matrices), default=0)
 
     @property
     def embedding_parameters(self) -> int:

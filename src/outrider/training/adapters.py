@@ -136,7 +136,7 @@ def _is_packed(weight: Tensor) -> bool:
     return getattr(weight, "quant_state", None) is not None
 
 
-def _plain_weight(weight: Any) -> Tensor:
+def plain_weight(weight: Any) -> Tensor:
     """The values of a weight in the model's precision, also of a 4-bit one."""
     if not _is_packed(weight):
         return cast(Tensor, weight.detach())
@@ -403,7 +403,7 @@ def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> I
     """peft's own merge, whatever the kind of the layer, of a copy: the layer itself does not change."""
     memo: dict[int, Any] = {}
     for tensor in chain(layer.parameters(), layer.buffers()):
-        exact = whole(_plain_weight(tensor))
+        exact = whole(plain_weight(tensor))
         if exact.is_floating_point():
             exact = exact.to(torch.promote_types(exact.dtype, torch.float32), copy=True)
         is_parameter = isinstance(tensor, nn.Parameter)

@@ -27,6 +27,7 @@ from outrider.files import readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
 from outrider.printing import plural
+from outrider.training.adapters import plain_weight
 from outrider.training.async_rollouts import (
     QUEUE,
     QueueSnapshot,
@@ -76,7 +77,7 @@ def input_digests(parts: Components) -> dict[str, str]:
         "tokenizer": _text_digest(_tokenizer(tokenizer)),
         "model configuration": _text_digest(json.dumps(configuration, sort_keys=True, default=str)),
     }
-    if (frozen := _frozen_weights(parts.learner)) is not None:
+    if (frozen := frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
     files |= {f"environment.{key}": path for key, path in parts.settings.environment.input_files().items()}
@@ -149,12 +150,13 @@ def _tokenizer(tokenizer: Any) -> str:
     )
 
 
-def _frozen_weights(learner: "Learner") -> str | None:
+def frozen_weights(learner: "Learner") -> str | None:
     """CRC-32 of the weights that do not train, which no checkpoint contains; None if all weights train."""
     value = None
     for name, parameter in learner.language_model.model.named_parameters():
         if name not in learner.trained_parameters:
-            content = parameter.detach().contiguous().cpu().view(torch.uint8).numpy()
+            # of a 4-bit weight the values, which also depend on its scales
+            content = plain_weight(parameter).contiguous().cpu().view(torch.uint8).numpy()
             # The name too, because swapped weights are different ones.
             value = zlib.crc32(content.reshape(-1).data, zlib.crc32(name.encode(), value or 0))
     return None if value is None else f"{value:08x}"
