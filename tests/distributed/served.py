@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import numpy as np
+
 from outrider.distributed.processes import PROGRESS, SharedRolloutStatus, location_path
 from outrider.distributed.recipe import Recipe
 from outrider.distributed.rollouts import Job
@@ -15,6 +17,13 @@ from outrider.engines.base import EngineSettings
 from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupResult
+
+
+class Unreadable(Exception):
+    """Can be pickled and not read again, because its constructor has two arguments."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"{one} and {other}")
 
 
 class Worker:
@@ -25,6 +34,12 @@ class Worker:
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def unreadable(self) -> Exception:
+        return Unreadable(1, 2)
+
+    def random(self) -> float:
+        return float(np.random.random())
 
     def fail(self, error: BaseException) -> None:
         raise error

@@ -34,12 +34,27 @@ def test_removed_settings_of_old_recipes_are_accepted_with_a_warning() -> None:
         (GPU, {"num_engines": 2, "weights": "files"}, False),
         (GPU, {"placement": "colocate"}, False),
         (CPU, {"num_engines": 2}, False),
+        ({**GPU, "engine": {"type": "local"}}, {"num_engines": 2}, False),
     ],
 )
 def test_weights_go_from_gpu_to_gpu_unless_engines_share_the_gpus(
     recipe: dict[str, Any], cluster: dict[str, Any], uses_nccl: bool
 ) -> None:
     assert validate(RunSettings, {**recipe, "cluster": cluster}).uses_nccl == uses_nccl
+
+
+def test_the_batches_of_a_group_depend_on_no_number_of_processes() -> None:
+    """Otherwise its last bits would."""
+    counts = [(1, 1), (1, 16), (2, 16), (8, 2)]
+    sizes = {
+        validate(
+            RunSettings,
+            {**CPU, "train": {"tasks_per_step": 16, "max_concurrent": 24},
+             "cluster": {"num_engines": engines, "num_rollout_workers": workers, "weights": "files"}},
+        ).group_concurrent
+        for engines, workers in counts
+    }  # fmt: skip
+    assert sizes == {24}
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Processes and calls between them: errors, deaths, and the limits of progress."""
 
 import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -44,11 +47,11 @@ def start(cluster: Cluster) -> Callable[..., Process]:
 def result(cluster: Cluster, call: Any) -> Any:
     """The result of a call, or its ProcessLost, within 30 s."""
     until = time.monotonic() + 30
-
-    def on_tick() -> None:
+    while not call.done():
         assert time.monotonic() < until, "the call does not end"
-
-    [answer] = cluster.wait({"any name": call}, on_tick=on_tick).values()
+        cluster.check()
+        time.sleep(0.02)
+    [answer] = cluster.wait({"any name": call}).values()
     return answer
 
 
@@ -69,6 +72,60 @@ def test_calls_return_results_and_errors(cluster: Cluster, start: Callable[..., 
     assert list(cluster.wait(calls).items()) == [("slow", "slept"), ("fast", 1)]
     with pytest.raises(ClusterFault, match="echo2"):
         process.call("echo2").result(30)
+
+
+def test_a_result_that_cannot_be_read_fails_its_call_alone(start: Callable[..., Process]) -> None:
+    process = start()
+    other = process.call("sleep", 0.3)
+    with pytest.raises(
+        ClusterFault, match="engine 0 returned from unreadable what cannot be read: TypeError"
+    ):
+        process.call("unreadable").result(30)
+    assert other.result(30) == "slept"
+
+
+def test_a_silent_client_does_not_block_others(start: Callable[..., Process]) -> None:
+    process = start(has_begun=False)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(process.address))
+        assert process.call("echo", 1).result(30) == 1
+
+
+def test_a_signal_to_end_all_processes_is_left_to_the_run(
+    cluster: Cluster, start: Callable[..., Process]
+) -> None:
+    process = start()
+    for pid in (cluster._fork_server.pid, process.pid):
+        os.kill(pid, signal.SIGTERM)
+    assert process.call("sleep", 0.1).result(30) == "slept"
+    draws = [each.call("random").result(30) for each in (process, start("engine 1"))]
+    assert draws[0] != draws[1]  # no fork repeats the numbers of another
+
+
+def test_answers_that_arrived_while_this_process_was_stopped_count(
+    cluster: Cluster, start: Callable[..., Process]
+) -> None:
+    start()
+    [watch] = cluster._watches.values()
+    while watch.beat is None:
+        cluster.check()
+    for name in ("sent", "cpu_at"):
+        setattr(watch, name, getattr(watch, name) - 60)
+    cluster._checked -= 60
+    assert cluster.check() == {}
+
+
+def test_folders_of_runs_that_live_are_not_removed(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("outrider-1-stale", "outrider-1-made"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "outrider-1-stale" / "lock").touch()
+    with Cluster(ClusterSettings()) as other:
+        Cluster(ClusterSettings()).close()
+        assert {path.name for path in tmp_path.iterdir()} == {"outrider-1-made", other.folder.name}
+    assert cluster.folder.exists()
 
 
 def test_a_cancelled_call_does_not_break_later_ones(start: Callable[..., Process]) -> None:

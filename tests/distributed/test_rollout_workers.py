@@ -14,7 +14,15 @@ from outrider.config import load_settings, validate
 from outrider.distributed.processes import Cluster, Process
 from outrider.distributed.recipe import Recipe
 from outrider.distributed.remote import RemoteProcesses, Repairs
-from outrider.distributed.rollouts import GroupPool, Job, PoolRollouts, RolloutWorker, WorkerSettings
+from outrider.distributed.rollouts import (
+    GroupPool,
+    Job,
+    PoolRollouts,
+    RolloutWorker,
+    WorkerSettings,
+    _Group,
+    worker_room,
+)
 from outrider.environments.factbook.environment import FactbookConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, ConfigError, NoRepair
@@ -41,6 +49,9 @@ class Players:
 
     def __init__(self, cluster: Cluster, *, num_engines: int = 2, num_workers: int = 2) -> None:
         self.cluster = cluster
+        self.settings = SimpleNamespace(
+            num_concurrent=4 * num_workers, cluster=SimpleNamespace(num_rollout_workers=num_workers)
+        )
         self.engine = SimpleNamespace(weight_version=5)
         self.repairs = Repairs(Allowance(20))
         self.engines = {f"engine {n}": _engine(n) for n in range(num_engines)}
@@ -219,6 +230,22 @@ def test_a_group_that_breaks_its_worker_is_masked_and_named(
     assert [record for record in hook.records if "gathered" in record] == [
         f"gathered {task.key}" for task in tasks if task.key not in poisoned
     ]
+
+
+def test_only_groups_that_a_worker_had_begun_count_its_loss(players: Any) -> None:
+    """It begins them in order as it has room for four rollouts."""
+    pool = GroupPool(players, (), RolloutStatus())
+    worker = players.workers["rollout worker 0"]
+    sizes = [(2, True), (9, False), (2, True), (1, True), (1, False)]
+    groups = [
+        _Group(
+            name=(0, number), task=Task(key=f"t{number}", question=""), modes=("plain",) * size,
+            training_step=0, is_training=is_training, snapshots=b"", max_calls=None, worker=worker,
+        )
+        for number, (size, is_training) in enumerate(sizes)
+    ]  # fmt: skip
+    assert worker_room(players.settings) == 4
+    assert [group.name[1] for group in pool._begun(worker, groups)] == [0, 2, 1]
 
 
 def test_repairs_without_a_guilty_task_are_limited(players: Any) -> None:

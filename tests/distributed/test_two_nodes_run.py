@@ -4,6 +4,7 @@ one that has room, or the run ends in time.
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -104,9 +105,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("nodes", [{"RAY_AUTH_MODE": "disabled"}], indirect=True)
-def test_processes_are_placed_called_lost_and_placed_again(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_are_placed_called_lost_and_placed_again(nodes: Nodes) -> None:
     from outrider.distributed.nodes import RayCluster
 
     second = nodes.begin()
@@ -135,7 +134,7 @@ def test_processes_are_placed_called_lost_and_placed_again(
         processes = {name: start(name) for name in places}
         pids = cluster.results({name: each.call("pid") for name, each in processes.items()})
         assert pids == [each.pid for each in processes.values()] and set(pids) == set(nodes.hosts())
-        assert len(cluster.on_every_node(os.getpid)) == 2
+        assert len(cluster.on_every_node(platform.node)) == 2
         there = set(descendants(second.pid))
         lost = [name for name, each in processes.items() if each.pid in there]
         assert len(lost) == 2
@@ -145,10 +144,10 @@ def test_processes_are_placed_called_lost_and_placed_again(
         assert all(isinstance(fault, ProcessLost) for fault in faults.values())
         for name in lost:
             cluster.kill(processes[name])
-        monkeypatch.setattr(cluster.settings, "placement_timeout_s", 2.0)
+        cluster.settings = settings.cluster.model_copy(update={"placement_timeout_s": 2.0})
         with pytest.raises(NoRepair, match=f"{lost[0]} found no place within 2 s"):
             start(lost[0])
-        monkeypatch.setattr(cluster.settings, "placement_timeout_s", PLACE_S)
+        cluster.settings = settings.cluster
         nodes.begin()
         again = {name: start(name) for name in lost}
         pids = cluster.results({name: each.call("pid") for name, each in again.items()})

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from outrider.config import validate
 from outrider.distributed import processes
 from outrider.distributed import weights as module
-from outrider.distributed.engines import EnginePool, EngineProcess
+from outrider.distributed.engines import EnginePool, EngineProcess, GroupEngine
 from outrider.distributed.recipe import Recipe
 from outrider.distributed.weights import Parcel, WeightFiles, engine_weights, pieces, read
 from outrider.engines.base import LocalSettings, Request
@@ -240,18 +240,22 @@ def test_engines_serve_one_version_and_no_older_one(
     second.build()  # a replacement after it gets all tensors
     assert second.load(newest(pool)) == sum(tensor.nbytes for tensor in own.values())
     assert second.generate("one", request, 2)[0].logprobs == other.logprobs
+    engine.end_group("one")
+    with pytest.raises(ClusterFault, match="one has ended"):  # a turn of a lost worker
+        engine.generate("one", request, 2)
+    assert engine._groups == {}
     # no cached key or value of version 2 is used under version 3
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.copy_(own[name])
     pool.load(3)
-    [again] = engine.generate("one", request, 3)
+    [again] = engine.generate("two", request, 3)
     assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
     # an incomplete transfer is used by no request
     with pytest.raises(ClusterFault, match="did not arrive"):
         engine.load(replace(newest(pool), version=4, checksum=1, previous=None))
     with pytest.raises(ClusterFault, match="has no weights yet"):
-        engine.generate("one", request, 3)
+        engine.generate("two", request, 3)
 
 
 class Tasks:
@@ -270,3 +274,24 @@ def test_an_object_instead_of_a_name_is_refused(settings: RunSettings) -> None:
         pytest.raises(ConfigError, match="an object was given for environments"),
     ):
         Recipe.from_settings(settings)
+
+
+def test_a_group_releases_keys_and_values_with_its_next_requests() -> None:
+    """Calls may overtake each other, and the cache of a finished rollout would be found by another one."""
+    calls: list[tuple[Any, ...]] = []
+
+    def call(method: str, *arguments: Any) -> Any:
+        calls.append((method, *arguments))
+        return SimpleNamespace(result=list)
+
+    process: Any = SimpleNamespace(call=call)
+    group = GroupEngine(
+        process=process, name="g", tokenizer=None, context_length=8, weight_version=0, is_alone=True
+    )  # type: ignore[arg-type]
+    group.release(["a", "b"])
+    for _ in range(2):
+        group.generate([])
+    group.close()
+    assert calls == [
+        ("generate", "g", [], 0, False, ["a", "b"]), ("generate", "g", [], 0, False, []), ("end_group", "g"),
+    ]  # fmt: skip

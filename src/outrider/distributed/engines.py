@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 
 _NUM_PROBE_TOKENS: Final = 16
+_PAUSE_S: Final = 0.005
 _SHARE_ALONE: Final = 0.9  # of a GPU that only the engine uses
 
 
@@ -103,6 +105,7 @@ class EngineProcess:
         self._folder = Path(folder) / f"engine-{number}"
         self._version: int | None = None
         self._groups: dict[str, Engine] = {}
+        self._ended: set[str] = set()  # groups; a turn of a lost worker may come later
         self._lock = threading.Lock()  # of the model
         self._waiting: list[tuple[Sequence[Request], Future[list[Generation]]]] = []
         self._busy_s = 0.0
@@ -151,12 +154,23 @@ class EngineProcess:
         return num_bytes
 
     def generate(
-        self, group: str | None, requests: Sequence[Request], version: int, or_newer: bool = False
+        self,
+        group: str | None,
+        requests: Sequence[Request],
+        version: int,
+        or_newer: bool = False,
+        released: Sequence[str] = (),
     ) -> list[Generation]:
-        """Sample. Raises ClusterFault unless the weights are of ``version``, or newer with ``or_newer``."""
+        """Sample, after a group's keys and values named ``released`` are dropped. Raises ClusterFault unless
+        the weights are of ``version``, or newer with ``or_newer``.
+        """
         if group is not None:
             with self._lock:
-                return self._sample(self._group_engine(group), requests, version, or_newer=or_newer)
+                if group in self._ended:
+                    raise ClusterFault(f"engine {self._number}: {group} has ended")
+                engine = self._group_engine(group)
+                engine.release(released)
+                return self._sample(engine, requests, version, or_newer=or_newer)
         generations: Future[list[Generation]] = Future()
         self._waiting.append((requests, generations))
         with self._lock:
@@ -211,16 +225,19 @@ class EngineProcess:
         return self._groups[group]
 
     def end_group(self, group: str) -> None:
-        """Drop the keys and values of a group."""
-        self._groups.pop(group, None)
+        """Drop the keys and values of a group; later requests of it are refused."""
+        with self._lock:
+            self._ended.add(group)
+            self._groups.pop(group, None)
 
     def busy_s(self) -> float:
         """Return the total seconds of generation."""
         return self._busy_s
 
-    def release(self, group: str | None, cache_keys: Sequence[str]) -> None:
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Drop keys and values of requests without a group."""
         with self._lock:
-            (self._engine if group is None else self._group_engine(group)).release(cache_keys)
+            self._engine.release(cache_keys)
 
     def free_cache(self) -> None:
         with self._lock:
@@ -272,14 +289,14 @@ class VllmProcess:
             backend="outrider-nccl" if settings.uses_nccl else "outrider",
             num_gpus=cluster.tensor_parallel,
             sleeps=self._sleeps and model.device != "cpu",
+            on_tokens=PROGRESS.advance,
         )
         return os.getpid(), requests.context_length
 
     async def load(self, parcel: Parcel) -> int:
         require_newer(self._number, self._version, parcel.version)
         # requests wait until the weights are complete
-        self._version = None
-        self._may_begin.clear()
+        await self._pause()
         try:
             with self._as_cluster_fault():
                 await self._engine.load(parcel.version, parcel.path, parcel.checksum)
@@ -304,9 +321,17 @@ class VllmProcess:
         with self._as_cluster_fault():
             await self._engine.meet(info)
 
-    async def begin_update(self) -> None:
+    async def _pause(self) -> None:
+        """Let no request begin, and wait for those that run: vLLM would take one that has begun meanwhile
+        with new weights.
+        """
         self._version = None
         self._may_begin.clear()
+        while self._num_running:
+            await asyncio.sleep(_PAUSE_S)
+
+    async def begin_update(self) -> None:
+        await self._pause()
         with self._as_cluster_fault():
             await self._engine.begin_update()
 
@@ -322,7 +347,12 @@ class VllmProcess:
         return version
 
     async def generate(
-        self, group: str | None, requests: Sequence[Request], version: int, or_newer: bool = False
+        self,
+        group: str | None,
+        requests: Sequence[Request],
+        version: int,
+        or_newer: bool = False,
+        released: Sequence[str] = (),
     ) -> list[Generation]:
         version = await self._await_version(version, or_newer)
         with self._busy():
@@ -365,7 +395,7 @@ class VllmProcess:
             with self._as_cluster_fault():
                 await self._engine.sleep()
 
-    async def release(self, group: str | None, cache_keys: Sequence[str]) -> None:
+    async def release(self, cache_keys: Sequence[str]) -> None:
         """Do nothing: vLLM evicts blocks when it needs them."""
 
     async def end_group(self, group: str) -> None:
@@ -397,6 +427,7 @@ class GroupEngine:
     weight_version: int
     is_alone: bool
     or_newer: bool = False
+    _released: list[str] = field(default_factory=list, init=False)
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         return cast(list[Generation], self._call(requests).result())
@@ -414,19 +445,18 @@ class GroupEngine:
             )
             for request in requests
         ]
-        return self.process.call("generate", self._group, scoped, self.weight_version, self.or_newer)
-
-    @property
-    def _group(self) -> str | None:
-        return self.name if self.is_alone else None
+        group, released, self._released = self.name if self.is_alone else None, self._released, []
+        return self.process.call("generate", group, scoped, self.weight_version, self.or_newer, released)
 
     def _scoped(self, key: str) -> str:
         return key if self.is_alone else f"{self.name}/{key}"
 
     def release(self, cache_keys: Sequence[str]) -> None:
         # without waiting for the engine
-        if cache_keys:
-            self.process.call("release", self._group, [self._scoped(key) for key in cache_keys])
+        if self.is_alone:  # with the next requests, because calls may overtake each other
+            self._released += cache_keys
+        elif cache_keys:
+            self.process.call("release", [self._scoped(key) for key in cache_keys])
 
     def free_cache(self) -> None:
         """Do nothing: the group's caches are dropped at its end."""
@@ -472,6 +502,7 @@ class EnginePool:
         self.sent: dict[str, float] = {}  # metrics of the last transfer
         self._learner, self._processes, self._files = learner, processes, files
         self._settings = processes.settings
+        self._numbers = count()  # of requests
         self._known_busy_s: dict[Process, float] = {}  # at the last request, also of replaced engines
 
     def load(self, version: int) -> None:
@@ -509,18 +540,19 @@ class EnginePool:
             self._processes.cluster.results({process.name: process.call("load", self._files.newest)})
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample the requests, each on another engine in turn."""
+        """Sample the requests, each on another engine in turn. No keys and values are kept."""
         while True:
             engines = list(self._processes.engines.values())
-            calls = {
-                f"{number}": engines[number % len(engines)].call(
-                    "generate", f"controller {number}", [request], self.weight_version
-                )
-                for number, request in enumerate(requests)
-            }
+            calls, groups = {}, []
+            for number, request in enumerate(requests):
+                engine, group = engines[number % len(engines)], None
+                if self._settings.has_group_batches:
+                    groups.append((engine, group := f"controller {next(self._numbers)}"))
+                alone = [replace(request, cache_key=None)]
+                calls[f"{number}"] = engine.call("generate", group, alone, self.weight_version)
             answers = list(self._processes.cluster.wait(calls).values())
-            for number in range(len(requests)):
-                engines[number % len(engines)].call("end_group", f"controller {number}")
+            for engine, group in groups:
+                engine.call("end_group", group)
             lost = {answer.process: answer for answer in answers if isinstance(answer, ProcessLost)}
             if not lost:
                 return [generation for answer in answers for generation in answer]

@@ -278,9 +278,8 @@ class Rank:
         with torch.no_grad():
             fill(Path(folder), dict(self.reference.model.named_parameters()))
 
-    def free_address(self) -> str:
-        """Return an address of this rank with a free port."""
-        host = socket.gethostbyname(socket.gethostname())
+    def free_address(self, host: str) -> str:
+        """Return an address of the first rank's host with a port that is free on this rank's."""
         with socket.socket() as free:
             free.bind(("", 0))
             return f"{host}:{free.getsockname()[1]}"
@@ -357,12 +356,12 @@ class RankGroup:
                     place=("rank", rank),
                 )
                 self._ranks.append(process)
-            host = self._ranks[0].host
-            [port] = cluster.call_all(self._ranks[:1], "open_store", host)
+            self.host = self._ranks[0].host
+            [port] = cluster.call_all(self._ranks[:1], "open_store", self.host)
         except BaseException:
             self.close()
             raise
-        self.built = self.call("build", host, port)
+        self.built = self.call("build", self.host, port)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks and return their results.
@@ -371,6 +370,8 @@ class RankGroup:
         progress; all ranks are ended then.
         """
         with self._call_lock:  # calls of two threads in different orders would deadlock the ranks
+            if not self._ranks:
+                raise ClusterFault(f"the trainer ranks have ended; {AGAIN}")
             try:
                 return self._cluster.call_all(self._ranks, method, *arguments)
             except BaseException as error:
@@ -486,7 +487,7 @@ class ShardedLearner:
     def send(self, version: int, engines: Sequence[Process], *, is_again: bool = False) -> tuple[int, int]:
         """Send the weights from the ranks' GPUs to the engines; see :meth:`Rank.send`."""
         if self._connected != list(engines):
-            [address, *_] = self._group.call("free_address")
+            [address, *_] = self._group.call("free_address", self._group.host)
             self._group.call("meet", list(engines), address)
             self._connected = list(engines)
         sizes: tuple[int, int] = self._group.call("send", version, is_again)[0]

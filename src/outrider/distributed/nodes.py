@@ -10,12 +10,23 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, Final
 
-from outrider.distributed.processes import AGAIN, Address, Cluster, Kind, Place, Process, Server, Spec
+from outrider.distributed.processes import (
+    AGAIN,
+    Address,
+    Cluster,
+    Kind,
+    Place,
+    Process,
+    Server,
+    Spec,
+    cpu_seconds,
+)
 from outrider.errors import ClusterFault, NoRepair
 from outrider.training.settings import RunSettings
 
 _KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}
 _CONNECT_TIMEOUT_S: Final = 5.0  # of one attempt
+_CPU_TIMEOUT_S: Final = 10.0
 _OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
@@ -38,6 +49,7 @@ class RayCluster(Cluster):
         self._ray: Any = import_module("ray")
         self._groups: dict[Kind, Any] = {}
         self._actors: dict[str, Any] = {}
+        self._nodes: dict[str, str] = {}
         address = self.settings.ray_address
         until = time.monotonic() + self.settings.placement_timeout_s
         try:
@@ -112,7 +124,7 @@ class RayCluster(Cluster):
         shares_gpu = self._is_shared and kind != "worker"
         group = self._groups["ranks" if kind == "rank" or shares_gpu else "rollouts"]
         index = number + (0 if self._is_shared or kind != "worker" else self._num_engines)
-        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0, "max_concurrency": 2}
+        options: dict[str, Any] = {"num_cpus": 1, "max_restarts": 0}
         if self._has_gpus and kind != "worker":
             size = self._tensor_parallel if kind == "engine" else 1
             options["num_gpus"] = 0.5 if shares_gpu else size
@@ -134,7 +146,7 @@ class RayCluster(Cluster):
                 f"{free} were free; {AGAIN}"
             )
         try:
-            address, pid = self._ray.get(started)
+            address, pid, self._nodes[spec.name] = self._ray.get(started)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
             raise ClusterFault(f"{spec.name} could not start: {reason[:300]}; {AGAIN}") from error
@@ -142,6 +154,10 @@ class RayCluster(Cluster):
         return Process(name=spec.name, address=address, key=spec.key, pid=pid)
 
     def _cpu_seconds(self, process: Process) -> float | None:
+        with suppress(Exception):  # the node or the process is lost
+            call = self._call_on(self._nodes[process.name], cpu_seconds, process.pid)
+            seconds: float | None = self._ray.get(call, timeout=_CPU_TIMEOUT_S)
+            return seconds
         return None
 
     def _kill(self, process: Process) -> None:
@@ -159,25 +175,24 @@ class RayCluster(Cluster):
 
     def on_every_node(self, function: Any, *arguments: Any) -> list[Any]:
         """Call a function on every node; returns the results."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         calls = [
-            self._ray.remote(
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            )(function).remote(*arguments)
-            for node in self._ray.nodes()
-            if node["Alive"]
+            self._call_on(node["NodeID"], function, *arguments) for node in self._ray.nodes() if node["Alive"]
         ]
         answers: list[Any] = self._ray.get(calls, timeout=self.settings.placement_timeout_s)
         return answers
+
+    def _call_on(self, node: str, function: Any, *arguments: Any) -> Any:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return self._ray.remote(num_cpus=0, scheduling_strategy=there)(function).remote(*arguments)
 
 
 class _Host:
     """An actor whose process serves the object of a :class:`Spec`."""
 
-    def start(self, spec: Spec) -> tuple[Address, int]:
-        """Listen at an address of this node; returns it and the process id."""
+    def start(self, spec: Spec) -> tuple[Address, int, str]:
+        """Listen at an address of this node; returns it, the process id and the node's id."""
         from dataclasses import replace
 
         import ray
@@ -185,7 +200,7 @@ class _Host:
         host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         server = Server(replace(spec, address=(host, 0)))
         threading.Thread(target=server.run, name="server", daemon=True).start()
-        return server.address, os.getpid()
+        return server.address, os.getpid(), str(ray.get_runtime_context().get_node_id())
 
 
 def _hint(reason: str) -> str:

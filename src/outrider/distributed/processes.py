@@ -10,6 +10,7 @@ respond is found by :meth:`Cluster.check`, by progress and not by a deadline: th
 
 import asyncio
 import ctypes
+import fcntl
 import inspect
 import os
 import pickle
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
@@ -29,10 +31,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
+
+import numpy as np
 
 from outrider.errors import ClusterFault, OutriderError, ProcessLost
 from outrider.rollout.hooks import RolloutStatus
@@ -43,11 +53,14 @@ TICK_S: Final = 0.5  # the longest time that a signal has to wait
 _BETWEEN_BEATS_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05  # of one processor
 _PREFIX: Final = "outrider-"
+_LOCK: Final = "lock"
+_PARENT_BYTES: Final = 70
 SHARED_MEMORY: Final = Path("/dev/shm")
 _BEAT: Final = "__beat__"
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 _PR_SET_NAME: Final = 15
 _END_S: Final = 10.0
+_START_S: Final = 600.0  # importing torch from a slow disk takes minutes
 _MAX_THREADS: Final = 1024  # concurrent calls of one process
 _PRELOADED: Final = (
     "outrider.distributed.learner", "outrider.distributed.engines", "outrider.distributed.rollouts"
@@ -139,7 +152,7 @@ class Server:
         os.environ.update(spec.environ)
         self._spec = spec
         self._target: Any = None
-        self._listener = Listener(spec.address, backlog=128, authkey=spec.key)
+        self._listener = Listener(spec.address, backlog=128)
         self.address: Address = self._listener.address
         self._loop = asyncio.new_event_loop()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="call")
@@ -155,12 +168,19 @@ class Server:
         while True:
             try:
                 connection = self._listener.accept()
-            except Exception:  # a client that ended meanwhile, or has another key
+            except Exception:  # a client that ended meanwhile
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         lock = threading.Lock()
+        try:
+            deliver_challenge(connection, self._spec.key)
+            answer_challenge(connection, self._spec.key)
+        except Exception:  # a client that ended meanwhile, or has another key
+            connection.close()
+            return
+        _keep_alive(connection, self.address)
         while True:
             try:
                 number, method, payload = pickle.loads(connection.recv_bytes())
@@ -193,9 +213,9 @@ class Server:
             if isinstance(result, Future):  # of a coroutine, which occupies no thread
                 result.add_done_callback(partial(self._reply, connection, lock, number, method))
                 return
-            data = pickle.dumps((number, True, result))
+            data = pickle.dumps((number, True, pickle.dumps(result)))
         except BaseException as error:  # also SystemExit of a user's function
-            data = pickle.dumps((number, False, self._portable(error, method)))
+            data = pickle.dumps((number, False, pickle.dumps(self._portable(error, method))))
         if method != _BEAT:
             PROGRESS.end_call()
         with lock, suppress(OSError):  # the caller may have ended
@@ -224,6 +244,7 @@ def _run_forked(spec: Spec, parent: int) -> None:
     output = os.open(log_path(spec.folder, spec.name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    np.random.seed()  # otherwise all forks have the same state
     Server(spec).run()
 
 
@@ -232,6 +253,9 @@ def run_fork_server(descriptor: int, folder: str) -> None:
     remove its files.
     """
     control = Connection(descriptor)
+    # A job's end may send SIGTERM to all processes; the run stops them after its last checkpoint. Programs
+    # that a process starts have the default action.
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
     for module in _PRELOADED:
         import_module(module)
     while True:
@@ -249,6 +273,8 @@ def run_fork_server(descriptor: int, folder: str) -> None:
             control.close()
             try:
                 _run_forked(request, server)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         control.send(pid)
@@ -300,6 +326,7 @@ class _Calls:
     def _send_all(self) -> None:
         with suppress(Exception):  # the process has ended
             self._connection = Client(self._process.address, authkey=self._process.key)
+            _keep_alive(self._connection, self._process.address)
             name = f"answers of {self._process.name}"
             threading.Thread(target=self._receive, name=name, daemon=True).start()
             while (request := self._requests.get()) is not None:
@@ -308,16 +335,25 @@ class _Calls:
 
     def _receive(self) -> None:
         assert self._connection is not None
-        with suppress(Exception):  # the process has ended, or sent what cannot be unpickled here
+        with suppress(Exception):  # the process has ended
             while True:
-                number, is_result, value = pickle.loads(self._connection.recv_bytes())
+                number, is_result, data = pickle.loads(self._connection.recv_bytes())
                 with self._lock:
-                    future, _ = self._pending.pop(number)
+                    future, method = self._pending.pop(number)
+                try:
+                    value = pickle.loads(data)
+                except Exception as error:  # of a class that cannot be unpickled
+                    is_result = False
+                    value = ClusterFault(
+                        f"{self._process.name} returned from {method} what cannot be read: "
+                        f"{type(error).__name__}: {error}; {AGAIN}"
+                    )
                 if is_result:
                     future.set_result(value)
                 else:
                     future.set_exception(value)
         self.close()
+        self._connection.close()
 
     def close(self) -> None:
         """Fail all pending and later calls; may be called twice."""
@@ -330,6 +366,17 @@ class _Calls:
                 socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
         for future, method in lost:
             future.set_exception(self._process.lost(method))
+
+
+def _keep_alive(connection: Connection, address: Address) -> None:
+    """Let a connection to another machine end if that machine is lost."""
+    if not isinstance(address, str):
+        with socket.socket(fileno=os.dup(connection.fileno())) as own:
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+            own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
 
 
 # by process, because one that replaces another may get its address
@@ -405,28 +452,34 @@ class Cluster:
         self._gpus: dict[Place, list[str]] = {}
         _remove_stale()
         # a short name, because paths of sockets are limited to 107 characters
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        parent = tempfile.gettempdir()
+        parent = parent if len(os.fsencode(parent)) <= _PARENT_BYTES else "/tmp"
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
+        self._locks = [_lock(self.folder)]
+        if SHARED_MEMORY.is_dir():
+            (SHARED_MEMORY / self.folder.name).mkdir(mode=0o700)
+            self._locks.append(_lock(SHARED_MEMORY / self.folder.name))
         self._control: Connection | None = None
-        self._lock = threading.Lock()  # of the fork server
         self._num_started = 0
+        self._checked = time.monotonic()
         self._begin()
 
     def _begin(self) -> None:
         """Start the fork server; it imports while the run is set up."""
         own, other = socket.socketpair()
+        search = [path for path in sys.path if path]
         code = (
+            f"import sys; sys.path[:] = {search!r}; "
             "from outrider.distributed.processes import run_fork_server; "
             f"run_fork_server({other.fileno()}, {str(self.folder)!r})"
         )
-        search = os.pathsep.join(path for path in sys.path if path)
         self._fork_server = subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],  # without a user's modules before the standard library
             pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=log_path(self.folder, "fork server").open("wb"),
             start_new_session=True,  # an interruption of the terminal is for the run alone
-            env={**os.environ, "PYTHONPATH": search},
         )
         other.close()
         self._control = Connection(own.detach())
@@ -510,14 +563,22 @@ class Cluster:
 
     def _start(self, spec: Spec, place: Place) -> Process:
         assert self._control is not None and isinstance(spec.address, str)
+        if self._fork_server.poll() is not None:
+            self._control.close()
+            self._begin()
+        until = time.monotonic() + _START_S
         try:
-            with self._lock:
-                self._control.send(spec)
-                pid = self._control.recv()
+            self._control.send(spec)
+            if not self._control.poll(_START_S):
+                raise EOFError
+            pid = self._control.recv()
         except (OSError, EOFError) as error:
+            self._fork_server.kill()
             raise ClusterFault(f"{spec.name} could not start: {self._last_line('fork server')}") from error
         while not _is_listening(spec.address):
-            if not _is_alive(pid):
+            if not _is_alive(pid) or time.monotonic() > until:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
                 raise ClusterFault(f"{spec.name} could not start: {self._last_line(spec.name)}")
             time.sleep(0.005)
         return Process(name=spec.name, address=spec.address, key=spec.key, pid=pid)
@@ -528,12 +589,9 @@ class Cluster:
             return lines[-1][:300] if lines else "no output"
         return "no output"
 
-    def wait(
-        self, calls: Mapping[str, Future[Any]], *, on_tick: Callable[[], None] = lambda: None
-    ) -> dict[str, Any]:
-        """Return the result of each call, or its :class:`ProcessLost`, in the order of the calls.
-
-        Raises any other error of a call at once. ``on_tick`` is called repeatedly.
+    def wait(self, calls: Mapping[str, Future[Any]]) -> dict[str, Any]:
+        """Return the result of each call, or its :class:`ProcessLost`, in the order of the calls. Raises any
+        other error of a call at once.
         """
         results: dict[str, Any] = {}
         while len(results) < len(calls):
@@ -543,7 +601,6 @@ class Cluster:
                 if name not in results and call.done():
                     answer = outcome(call)
                     results[name] = self.locate(answer) if isinstance(answer, ProcessLost) else answer
-            on_tick()
         return {name: results[name] for name in calls}
 
     def results(self, calls: Mapping[str, Future[Any]]) -> list[Any]:
@@ -568,7 +625,13 @@ class Cluster:
         if it computes for longer than its ``busy_s`` without a response or without progress. A call that
         holds the interpreter's lock (a regular expression, computer algebra) only delays it.
         """
+        now = time.monotonic()
+        # this process may have been stopped; answers that have arrived meanwhile are not read yet
+        was_away, self._checked = now - self._checked > 10 * TICK_S, now
         for watch in self._watches.values():
+            if was_away and watch.beat is not None:
+                watch.sent = watch.cpu_at = now
+                watch.cpu_s = self._cpu_seconds(watch.process) if self.is_local else None
             if watch.fault is None:
                 watch.fault = self._check(watch, time.monotonic())
                 if watch.fault is not None:  # its pending calls fail, here and in other processes
@@ -581,7 +644,8 @@ class Cluster:
         if watch.beat is None:
             if now - watch.sent >= _BETWEEN_BEATS_S:
                 watch.beat, watch.sent = process.call(_BEAT), now
-                watch.cpu_s, watch.cpu_at = self._cpu_seconds(process), now
+                # on another machine only if the answer is late, because that takes a call
+                watch.cpu_s, watch.cpu_at = self._cpu_seconds(process) if self.is_local else None, now
             return None
         if watch.beat.done():
             answer, watch.beat = outcome(watch.beat), None
@@ -594,6 +658,9 @@ class Cluster:
         if now - watch.cpu_at < limit:
             return None
         used = self._cpu_seconds(process)
+        if watch.cpu_s is None and used is not None:
+            watch.cpu_s, watch.cpu_at = used, now
+            return None
         is_busy = None not in (used, watch.cpu_s) and used - watch.cpu_s > _BUSY_SHARE * (now - watch.cpu_at)  # type: ignore[operator]
         if not is_busy or now - watch.sent > limit + watch.busy_s:
             seconds = now - watch.sent
@@ -663,6 +730,8 @@ class Cluster:
             self._fork_server.kill()
             self._fork_server.wait()
         _remove(self.folder)
+        for lock in self._locks:
+            lock.close()
 
     def __enter__(self) -> "Cluster":
         return self
@@ -702,12 +771,23 @@ def _is_alive(pid: int) -> bool:
         return not Path("/proc").exists()
 
 
+def _lock(folder: Path) -> BinaryIO:
+    """Lock a folder until this process ends."""
+    file = (folder / _LOCK).open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
+
+
 def _remove_stale() -> None:
-    """Remove the files of runs that were killed with their fork server."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}[0-9]*-*"):
-        owner = folder.name.removeprefix(_PREFIX).split("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists() and Path("/proc").exists():
-            _remove(folder)
+    """Remove the folders of runs that were killed with their fork server: their locks are free. A process id
+    would not do, because containers may share these folders.
+    """
+    for parent in {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY}:
+        for folder in parent.glob(f"{_PREFIX}[0-9]*-*"):
+            # not one of another user, a locked one, and one that has just been made or removed
+            with suppress(OSError), (folder / _LOCK).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove(folder: Path) -> None:

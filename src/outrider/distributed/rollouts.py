@@ -46,6 +46,7 @@ from outrider.trace import Trace
 from outrider.training.async_rollouts import GroupName, GroupResult
 from outrider.training.components import Components
 from outrider.training.policy import set_threads
+from outrider.training.settings import RunSettings
 from outrider.training.setup import make_algorithm, make_renderer
 from outrider.types import Outcome, Task
 
@@ -175,7 +176,7 @@ class RolloutWorker:
             embedder = load_embedder(settings.buffer.embedder)
             self._buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
         self._free = [(self._new_algorithm(), self._factory)]
-        size = max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
+        size = worker_room(settings)
         # an evaluation does not wait for groups of later steps
         self._slots = {is_training: RolloutSlots(size) for is_training in (True, False)}
         return os.getpid()
@@ -250,7 +251,9 @@ class RolloutWorker:
             ),
             run_seed=settings.seed,
             hooks=hooks,
-            max_concurrent=self._slots[job.is_training].size,
+            max_concurrent=(
+                settings.group_concurrent if settings.has_group_batches else self._slots[job.is_training].size
+            ),
             max_retries=settings.train.max_retries,
             is_training=job.is_training,
             group_timeout_s=settings.train.group_timeout_s if job.is_training else None,
@@ -362,11 +365,6 @@ class GroupPool:
             )
             self._start(group, self._least_loaded(self._processes.workers, "worker"))
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all groups have ended."""
-        return not self._lost and not self._calls
-
     def _start(self, group: _Group, worker: Process) -> None:
         # a group stays with its engine, which has its keys and values
         group.worker, group.engine = worker, self._least_loaded(self._processes.engines, "engine")
@@ -399,6 +397,7 @@ class GroupPool:
         """
         wait_futures(list(self._calls), timeout_s, FIRST_COMPLETED)
         faults = self._processes.faults()
+        under_way = list(self._calls.values())
         lost: list[_Group] = []
         for call in list(self._calls):
             group = self._calls[call]
@@ -417,7 +416,8 @@ class GroupPool:
         for group in lost:
             assert group.worker is not None and group.engine is not None
             group.engine.call("end_group", group.cache_name)  # which a lost worker did not call
-            self._count_loss(group, faults.get(group.worker.name))
+            fault = faults.get(group.worker.name)
+            self._count_loss(group, fault if group in self._begun(group.worker, under_way) else None)
         for fault in faults.values():
             # a task that breaks its worker again is no fault of the cluster
             is_task = any(group.num_breaks > 1 and group.last_fault is fault for group in lost)
@@ -430,8 +430,23 @@ class GroupPool:
                 self._locations[name] = location
                 self._status.set(name, location[1])
 
+    def _begun(self, worker: Process, groups: Sequence[_Group]) -> list[_Group]:
+        """Return those of the groups that a worker has begun, which begins them in order as it has room."""
+        begun: list[_Group] = []
+        for is_training in (True, False):
+            room = worker_room(self._processes.settings)
+            for group in groups:
+                if group.worker is worker and group.is_training == is_training:
+                    if room < min(len(group.modes), worker_room(self._processes.settings)):
+                        break
+                    room -= len(group.modes)
+                    begun.append(group)
+        return begun
+
     def _count_loss(self, group: _Group, fault: ProcessLost | None) -> None:
-        """``fault`` is that of the group's worker, or None if another process was lost."""
+        """``fault`` is that of the group's worker, or None if the group had not begun or another process was
+        lost.
+        """
         if fault is not None:
             group.num_breaks += 1
             group.last_fault = fault
@@ -546,6 +561,11 @@ def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
         fault_reasons=tuple(reason for report in reports for reason in report.fault_reasons),
         loop_lag_s=largest([report.loop_lag_s for report in reports]),
     )
+
+
+def worker_room(settings: RunSettings) -> int:
+    """Return how many rollouts of a kind (training or evaluation) a worker plays at a time."""
+    return max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
 
 
 def worker_name(number: int) -> str:

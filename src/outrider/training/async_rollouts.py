@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from pydantic import TypeAdapter
 
 from outrider.algorithms.base import TaskChoice
-from outrider.errors import CheckpointError, ConfigError
+from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.printing import plural
 from outrider.rollout.branching import Expansion
@@ -145,7 +145,7 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
 def read_snapshot(folder: Path) -> QueueSnapshot | None:
     """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
 
-    Raises CheckpointError for a queue of an earlier version, OSError, and ValueError, KeyError or TypeError
+    Raises ConfigError for a queue of an earlier version, OSError, and ValueError, KeyError or TypeError
     for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
@@ -153,7 +153,7 @@ def read_snapshot(folder: Path) -> QueueSnapshot | None:
         return None
     head, *groups = lines
     if not all("next_cursor" in entry for entry in head.get("steps", [{}])):
-        raise CheckpointError(
+        raise ConfigError(  # no damage, for which an older checkpoint would be taken
             f"{folder / QUEUE} is from an earlier version, whose rollouts ahead cannot be continued: finish "
             "the run with that version, or resume from a checkpoint without this file"
         )

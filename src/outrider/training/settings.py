@@ -221,11 +221,12 @@ class ClusterSettings(Settings):
             removed.add(f"weights = {kept['weights']}")
             kept["weights"] = "files"
         if removed:
-            warnings.warn(
+            warnings.warn_explicit(  # not of the library that calls this
                 f"cluster: {', '.join(sorted(removed))} no longer exist; max_staleness selects how far "
                 "rollouts may be ahead, and weights go through files or nccl",
                 FutureWarning,
-                stacklevel=2,
+                filename="cluster",
+                lineno=0,
             )
         return kept
 
@@ -407,9 +408,19 @@ class RunSettings(Settings):
         """Concurrent episodes of all processes: at most as many as the environment has room for, because a
         waiting episode delays the batch.
         """
-        requested, room = self.train.max_concurrent, self.environment.max_concurrent
-        if self.cluster.is_remote:
-            requested *= self.cluster.num_engines
+        return self._in_room(
+            self.train.max_concurrent * (self.cluster.num_engines if self.cluster.is_remote else 1)
+        )
+
+    @property
+    def group_concurrent(self) -> int:
+        """Concurrent episodes of a group on a rollout worker. The number of engines and workers is left out,
+        because bits depend on the group's batches.
+        """
+        return self._in_room(self.train.max_concurrent)
+
+    def _in_room(self, requested: int) -> int:
+        room = self.environment.max_concurrent
         return requested if room is None else min(requested, room)
 
     @property
@@ -430,7 +441,8 @@ class RunSettings(Settings):
         """Whether weights go from the GPUs of the trainers to those of the engines."""
         cluster = self.cluster
         is_direct = cluster.placement == "disaggregate" and self.model.device != "cpu"
-        return cluster.weights == "nccl" or (cluster.weights == "auto" and cluster.is_remote and is_direct)
+        is_default = cluster.weights == "auto" and cluster.is_remote and self.engine.has_own_processes
+        return cluster.weights == "nccl" or (is_default and is_direct)
 
     @property
     def has_group_batches(self) -> bool:

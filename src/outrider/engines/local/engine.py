@@ -226,6 +226,8 @@ class LocalEngine(_Engine):
         """
         other = copy.copy(self)
         other._cache, other._slots = SlotCache(dtype=self._lm.dtype, device=self._device), []
+        other._graphs = DecodeGraphs(self._lm)  # which belong to a cache
+        other._graphs.is_supported = self._graphs.is_supported
         return other
 
     def load(self, version: int) -> None:

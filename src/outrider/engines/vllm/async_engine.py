@@ -7,7 +7,7 @@ the prefix cache is dropped, and its blocks are salted with the version.
 
 import asyncio
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -37,8 +37,9 @@ class AsyncVllm:
         num_gpus: int = 1,
         backend: str = "outrider",
         sleeps: bool = False,
+        on_tokens: Callable[[int], None] = lambda num: None,
     ) -> None:
-        self._requests = requests
+        self._requests, self._on_tokens = requests, on_tokens
         self._numbers = count()
         self._is_asleep = False
         arguments = options(
@@ -77,12 +78,14 @@ class AsyncVllm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**self._requests.sampling(request), output_kind=RequestOutputKind.FINAL_ONLY)
+        # not only the final output, because progress shows that a process is no hanging one
+        params = SamplingParams(**self._requests.sampling(request), output_kind=RequestOutputKind.CUMULATIVE)
         name = str(next(self._numbers))  # never reused
         latest: Any = None
         try:
             async for output in self.llm.generate(prompt(request, version=version), params, name):
                 latest = output
+                self._on_tokens(1)
         except Exception as error:  # vLLM raises any exception of its executor
             raise EngineFault(f"vLLM: {format_error(error)}") from error
         if latest is None or not latest.finished:
