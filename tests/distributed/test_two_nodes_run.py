@@ -169,7 +169,7 @@ def test_processes_of_a_lost_node_move_or_the_run_ends(nodes: Nodes, tmp_path: P
     try:
         wait_for(process, lambda: len(steps_of(run)) >= 2)  # it has joined, and plays on both
         assert len(nodes.hosts()) == 4
-        assert len(list(run.glob("weights-*"))) in (1, 2)  # the folder that all machines share
+        assert len(list((run / "engine").glob("weights-*"))) in (1, 2)  # the folder that all machines share
         nodes.lose(second)
         third = nodes.begin()
         num_before = len(steps_of(run))
@@ -188,7 +188,7 @@ def test_processes_of_a_lost_node_move_or_the_run_ends(nodes: Nodes, tmp_path: P
     assert f"found no place within {PLACE_S} s (cluster.placement_timeout_s): " in stderr + stdout
     assert "Traceback" not in stderr + stdout
     wait_until_ended(nodes.hosts())
-    assert not list(run.glob("weights-*"))
+    assert not list((run / "engine").glob("weights-*"))
 
 
 @pytest.mark.skipif("RAY_AUTH_MODE" in os.environ, reason="the environment has a token")
