@@ -27,6 +27,7 @@ from outrider.training.settings import RunSettings
 _KINDS: Final = {"CPU": "processors", "GPU": "GPUs"}
 _CONNECT_TIMEOUT_S: Final = 5.0  # of one attempt
 _CPU_TIMEOUT_S: Final = 10.0
+_BETWEEN_STARTS_S: Final = 0.5
 _OWN_END: Final = {"RAY_kill_child_processes_on_worker_exit": "0"}
 
 
@@ -133,23 +134,29 @@ class RayCluster(Cluster):
         ):  # Ray must not kill its processes: they notice its end and end their own children
             options["runtime_env"] = {"env_vars": dict(_OWN_END)}
         placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        actor = self._ray.remote(**options)(_Host).options(scheduling_strategy=placed).remote()
         limit = self.settings.placement_timeout_s
-        started = actor.start.remote(spec)
-        ready, _ = self._ray.wait([started], timeout=limit)
-        if not ready:
-            free = " and ".join(
-                self._free(name) for name in _KINDS if self._ray.cluster_resources().get(name, 0)
-            )
-            raise NoRepair(
-                f"{spec.name} found no place within {limit:g} s (cluster.placement_timeout_s): "
-                f"{free} were free; {AGAIN}"
-            )
-        try:
-            address, pid, self._nodes[spec.name] = self._ray.get(started)
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-            raise ClusterFault(f"{spec.name} could not start: {reason[:300]}; {AGAIN}") from error
+        until = time.monotonic() + limit
+        while True:
+            actor = self._ray.remote(**options)(_Host).options(scheduling_strategy=placed).remote()
+            started = actor.start.remote(spec)
+            ready, _ = self._ray.wait([started], timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                free = " and ".join(
+                    self._free(name) for name in _KINDS if self._ray.cluster_resources().get(name, 0)
+                )
+                raise NoRepair(
+                    f"{spec.name} found no place within {limit:g} s (cluster.placement_timeout_s): "
+                    f"{free} were free; {AGAIN}"
+                )
+            try:
+                address, pid, self._nodes[spec.name] = self._ray.get(started)
+                break
+            # Ray notices a lost node late, and then moves its bundles
+            except self._ray.exceptions.ActorDiedError:
+                time.sleep(_BETWEEN_STARTS_S)
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+                raise ClusterFault(f"{spec.name} could not start: {reason[:300]}; {AGAIN}") from error
         self._actors[spec.name] = actor
         return Process(name=spec.name, address=address, key=spec.key, pid=pid)
 
