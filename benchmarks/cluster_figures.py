@@ -10,7 +10,16 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.cluster_measures import Figure, imbalance, loop_lag, overlap, recovery, transfer, two_ranks
+from benchmarks.cluster_measures import (
+    Figure,
+    imbalance,
+    loop_lag,
+    overlap,
+    recovery,
+    restarts,
+    transfer,
+    two_ranks,
+)
 from benchmarks.markdown_table import markdown
 
 
@@ -22,7 +31,7 @@ def main() -> None:
     given = parser.parse_args()
     figures: list[Figure] = []
     with tempfile.TemporaryDirectory() as folder:
-        for measure in (imbalance, two_ranks, transfer, recovery, loop_lag, overlap):
+        for measure in (imbalance, two_ranks, transfer, restarts, recovery, loop_lag, overlap):
             found = measure(given.model, Path(folder), given.pairs)
             figures += found
             for one in found:

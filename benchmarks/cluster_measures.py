@@ -12,14 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from tests.distributed.command_runs import CommandRuns
 from tests.distributed.groups import groups
 from tests.tiny import save_tiny_model
+from tests.training.whole_runs import command, write_data
 
 from outrider.config import validate
-from outrider.distributed import remote_rollouts, sharded_learner
+from outrider.distributed import open_cluster, start_ranks, start_rollout_processes
 from outrider.distributed.fsdp import Shape, assign_to_ranks
 from outrider.rollout.scheduler import LoopLag
 from outrider.training.components import Components
@@ -33,7 +37,7 @@ _OVERLAP = (
     "algorithm.group_size=4", "rollout.max_turns=2", "rollout.max_turn_tokens=64", "train.num_steps=6",
     "train.tasks_per_step=4", "train.checkpoint_every=6", "evaluation.num_tasks=1",
     "evaluation.at_start=false", "algorithm.kl_weight=0.01",  # else groups of equal rewards are not computed
-    "evaluation.every=0", "num_threads=1", "model.precision=float32", "cluster.weights=store",
+    "evaluation.every=0", "num_threads=1", "model.precision=float32", "cluster.weights=files",
 )  # fmt: skip
 
 
@@ -83,20 +87,18 @@ def two_ranks(model: str, folder: Path, num: int) -> list[Figure]:
     traces = groups(8, rollouts=8, seed=1, longest=200)
     num_tokens = sum(len(node.token_ids) for trace in traces for node in trace.nodes)
     seconds: dict[int, float] = {}
-    for ranks in (1, 2):
-        settings = settings_of(model, num_trainers=ranks)
-        start = local_learner if ranks == 1 else sharded_learner
-        learner: Any = start(settings, initial=False)
-        try:
-            algorithm = _algorithm(settings)
-            # the first call of each: pages that were never touched
-            taken = [
-                _timed(lambda own=learner, page=algorithm: own.update(traces, page, on_batch=lambda n: None))
-                for _ in range(num + 1)
-            ]
-            seconds[ranks] = statistics.median(taken[1:])
-        finally:
-            learner.close()
+    settings = settings_of(model, num_trainers=2)
+    with open_cluster(settings) as cluster:
+        for ranks, start in ((1, local_learner), (2, partial(start_ranks, cluster=cluster))):
+            learner: Any = start(settings, initial=False)
+            try:
+                algorithm = _algorithm(settings)
+                # the first call of each: pages that were never touched
+                update = partial(learner.update, traces, algorithm, on_batch=lambda n: None)
+                taken = [_timed(update) for _ in range(num + 1)]
+                seconds[ranks] = statistics.median(taken[1:])
+            finally:
+                learner.close()
     told = (
         f"{seconds[1] / seconds[2]:.2f} ({seconds[1]:.1f} and {seconds[2]:.1f} s, {num_tokens} unique tokens)"
     )
@@ -121,39 +123,44 @@ def _timed(call: Callable[[], Any]) -> float:
 @contextmanager
 def crew(model: str, folder: Path, **given: Any) -> Iterator[Components]:
     """Two engines and two rollout workers, unless something else is ``given``."""
-    asked = {"num_engines": 2, "num_rollout_workers": 2, "max_restarts": 99} | given
-    parts = build(
-        settings_of(model, **asked),
-        buffer_path=folder / "buffer.sqlite",
-        resumed=False,
-        on_tokens=lambda num_tokens: None,
-        note=lambda line: None,
-        start_learner=local_learner,
-        start_remote=remote_rollouts,
-    )
-    try:
-        yield parts
-    finally:
-        assert parts.remote is not None
-        parts.remote.close()
-        parts.factory.close()
+    settings = settings_of(model, **{"num_engines": 2, "num_rollout_workers": 2, "max_restarts": 99, **given})
+    with open_cluster(settings) as cluster:
+        parts = build(
+            settings,
+            buffer_path=folder / "buffer.sqlite",
+            resumed=False,
+            on_tokens=lambda num_tokens: None,
+            note=lambda line: None,
+            start_learner=local_learner,
+            start_remote=partial(start_rollout_processes, cluster=cluster, folder=folder),
+        )
+        try:
+            yield parts
+        finally:
+            assert parts.remote is not None
+            parts.remote.close()
+            parts.factory.close()
 
 
 def transfer(model: str, folder: Path, num: int) -> list[Figure]:
-    """Weights through the object store to two engines."""
+    """Weights that have all changed, through a file to two engines."""
     with crew(model, folder) as parts:
         remote: Any = parts.remote
-        told = []
+        transfers = []
         for version in range(1, num + 1):
+            parameters = list(parts.learner.language_model.model.parameters())
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.mul_(1.01)
             remote.engine.load(version)
-            told.append(remote.metrics())
-        num_bytes = sum(one.nbytes for one in parts.learner.language_model.model.parameters())
-    share = told[0]["weights/bytes"] / (2 * num_bytes)
-    seconds = statistics.median(one["time/weights"] for one in told)
+            transfers.append(remote.metrics())
+        num_bytes = sum(parameter.nbytes for parameter in parameters)
+    share = transfers[0]["weights/bytes"] / (2 * num_bytes)
+    seconds = statistics.median(each["time/weights"] for each in transfers)
     return [
         Figure(name="bytes of a transfer an engine over those of the weights", measured=f"{share:.4f}",
                accepted="at most 1.01"),
-        Figure(name="calls of a transfer an engine", measured=f"{told[0]['weights/rpcs'] / 2:g}",
+        Figure(name="calls of a transfer an engine", measured=f"{transfers[0]['weights/rpcs'] / 2:g}",
                accepted="at most 4"),
         Figure(name="seconds of a transfer to 2 engines", measured=f"{seconds:.1f}", accepted=""),
     ]  # fmt: skip
@@ -173,8 +180,8 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
         play()
         whole = statistics.median(play() for _ in range(num))
         for _ in range(num):
-            for name, pids in (("engine", remote.engine_pids), ("rollout worker", remote.worker_pids)):
-                os.kill(draw.choice(pids), signal.SIGKILL)
+            for name, processes in (("engine", remote.engines), ("rollout worker", remote.workers)):
+                os.kill(draw.choice(list(processes.values())).pid, signal.SIGKILL)
                 lost[name].append(play() - whole)
     limits = {"engine": "at most 20 s", "rollout worker": "at most 15 s"}
     return [
@@ -185,6 +192,49 @@ def recovery(model: str, folder: Path, num: int) -> list[Figure]:
     ]  # fmt: skip
 
 
+def restarts(model: str, folder: Path, num: int) -> list[Figure]:
+    """Measure the start of a run of a tiny model with two ranks, two engines and two workers, and the time
+    from a killed rank to the next step.
+    """
+    starts, losses = [], []
+    write_data(folder / "tiny")
+    for repeat in range(num):
+        run, runs = folder / f"tiny-{repeat}", CommandRuns()
+        began = time.perf_counter()
+        process = runs.start(
+            *command(folder / "tiny", run, "combined"), "train.num_steps=4", "train.checkpoint_every=1",
+            "evaluation.every=0", "evaluation.num_tasks=1", "cluster.num_trainers=2",
+            "cluster.num_engines=2", "cluster.num_rollout_workers=2",
+        )  # fmt: skip
+        _await_steps(process, run, 1)
+        starts.append(time.perf_counter() - began)
+        _await_steps(process, run, 2)
+        [rank] = [pid for pid, name in runs.processes().items() if name == "trainer rank 1"]
+        os.kill(rank, signal.SIGKILL)
+        began, done = time.perf_counter(), len(_train_steps(run))
+        _await_steps(process, run, done + 1)
+        losses.append(time.perf_counter() - began)
+        runs.end(process)
+    return [
+        Figure(name=name, measured=f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s",
+               accepted=limit)
+        for name, seconds, limit in (
+            ("from the command to the end of the first step, tiny model", starts, "at most 20 s"),
+            ("from a killed rank to the end of the next step, tiny model", losses, "at most 30 s"),
+        )
+    ]  # fmt: skip
+
+
+def _await_steps(process: "subprocess.Popen[str]", run: Path, num: int) -> None:
+    while len(_train_steps(run)) < num:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+def _train_steps(run: Path) -> list[dict[str, Any]]:
+    return [one for one in read_records(run / "metrics.jsonl") if one["kind"] == "train"]
+
+
 def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
     """Measure the lag with 512 and with 64 concurrent episodes in one rollout worker.
 
@@ -193,7 +243,7 @@ def loop_lag(model: str, folder: Path, num: int) -> list[Figure]:
     size, figures = 8, []
     tiny = str(save_tiny_model(folder / "tiny"))
     given = {"num_tasks": 512 // size, "size": size, "num_engines": 1, "num_rollout_workers": 1}
-    with crew(tiny, folder / "lag", batching="stream", weights="store", **given) as parts:
+    with crew(tiny, folder / "lag", weights="files", **given) as parts:
         for num_episodes in (512, 64):
             found = [_lags(parts, num_episodes // size, size, step) for step in range(num + 1)]
             places = ("the controller", "the worker that plays them")

@@ -71,7 +71,7 @@ def sharded(job: dict[str, Any], folder: str, rank: int) -> Any:
             cold_start=ColdStartSettings(),
             seed=0,
             num_threads=1,
-            timeout_s=300,
+            stall_s=300.0,
         ),
         rank,
         job["ranks"],

@@ -3,9 +3,9 @@
     python -m benchmarks.stale_toy [--seeds 10] [--tokens 6000]
 
 Every row has the same number of policy tokens; the expected return is exact, at temperature 1 and without
-retrieval. Age 1 is that of rollouts during an update (cluster.max_staleness = 1). With in-flight weights, an
-episode starts with weights that are so many versions old and may use newer ones at each turn
-(cluster.in_flight).
+retrieval. Age 1 is that of rollouts during an update (cluster.max_staleness = 1). With mixed versions, as for
+cluster.max_staleness above 1, an episode starts with weights that are so many versions old and may use newer
+ones at each turn.
 """
 
 import argparse
@@ -26,12 +26,12 @@ def main() -> None:
     arguments = parser.parse_args()
     set_threads(1)
     print(TABLE_HEAD)
-    for age, in_flight in ROWS:
+    for age, is_mixed in ROWS:
         results = [
-            play(rapo(), seed=seed, staleness=age, in_flight=in_flight, max_policy_tokens=arguments.tokens)
+            play(rapo(), seed=seed, staleness=age, is_mixed=is_mixed, max_policy_tokens=arguments.tokens)
             for seed in range(arguments.seeds)
         ]
-        print(table_row(f"in flight, up to age {age}" if in_flight else f"age {age}", results), flush=True)
+        print(table_row(f"mixed, up to age {age}" if is_mixed else f"age {age}", results), flush=True)
 
 
 if __name__ == "__main__":

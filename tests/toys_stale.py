@@ -1,5 +1,5 @@
 """The lock played with weights that are a few versions old, as rollouts beside an update are, or with older
-and newer ones in one episode, as in flight.
+and newer ones in one episode.
 """
 
 import copy
@@ -34,7 +34,7 @@ class StaleEngine(TabularEngine):
         self.weight_version = max(0, self._num_loads - self._staleness)
 
 
-class FlightEngine(StaleEngine):
+class MixedEngine(StaleEngine):
     """An episode begins with weights of ``staleness`` loads ago; in front of each further turn one newer
     version may have come, with a chance of a half.
     """
@@ -70,13 +70,13 @@ class FlightEngine(StaleEngine):
 
 
 class StaleRun(ToyRun):
-    """One algorithm on one toy, its engine ``staleness`` versions behind, or up to that (``in_flight``)."""
+    """One algorithm on one toy, its engine ``staleness`` versions behind, or up to that (``is_mixed``)."""
 
     def __init__(
-        self, toy: Toy, settings: Any, *, staleness: int, folder: Path, in_flight: bool = False
+        self, toy: Toy, settings: Any, *, staleness: int, folder: Path, is_mixed: bool = False
     ) -> None:
         super().__init__(toy, settings, folder=folder)
-        kind = FlightEngine if in_flight else StaleEngine
+        kind = MixedEngine if is_mixed else StaleEngine
         self.engine = kind(self.model, staleness=staleness, tokenizer=self.engine.tokenizer)
 
 
@@ -87,12 +87,12 @@ def play(
     staleness: int,
     max_policy_tokens: int = MAX_POLICY_TOKENS,
     toy: Toy | None = None,
-    in_flight: bool = False,
+    is_mixed: bool = False,
 ) -> Result:
     """One run in a folder of its own, on ``toy`` or else on the lock of four doors with this seed."""
     with TemporaryDirectory() as folder:
         run = StaleRun(
-            toy or Toy(seed=seed), settings, staleness=staleness, folder=Path(folder), in_flight=in_flight
+            toy or Toy(seed=seed), settings, staleness=staleness, folder=Path(folder), is_mixed=is_mixed
         )
         try:
             return run.train(max_policy_tokens=max_policy_tokens)

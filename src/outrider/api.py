@@ -93,21 +93,19 @@ def train(
 
             opened = RunDirectory.create(folder, settings), settings
         directory, settings = opened
-        from outrider.training.setup import run_training
+        with ExitStack() as cleanup:
+            other_processes: dict[str, Any] = {}
+            if settings.cluster.num_processes or settings.has_ranks:
+                from outrider.distributed import open_cluster, starters
 
-        other_processes: dict[str, Any] = {}  # Ray is only imported if there are any
-        if settings.has_ranks:
-            from outrider.distributed import sharded_learner
+                cluster = cleanup.enter_context(open_cluster(settings))
+                other_processes |= starters(settings, cluster)
+            from outrider.training.setup import run_training  # imports torch while the fork server does
 
-            other_processes["start_learner"] = sharded_learner
-        if settings.cluster.is_remote:
-            from outrider.distributed import remote_rollouts
-
-            other_processes["start_remote"] = remote_rollouts
-        with _stopping(directory.path, on_start) as stop:
-            run_training(
-                opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes
-            )
+            with _stopping(directory.path, on_start) as stop:
+                run_training(
+                    opened, progress=progress, on_start=stop, recipe=_file_name(recipe), **other_processes
+                )
     return load_run(directory.path)
 
 

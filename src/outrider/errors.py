@@ -90,7 +90,6 @@ class ProcessLost(ClusterFault):
         super().__init__(message, process, is_silent)  # the arguments for unpickling
         self.process = process
         self.is_silent = is_silent
-        self.is_charged = True  # whether its replacement counts for cluster.max_restarts
 
     def __str__(self) -> str:
         return str(self.args[0])

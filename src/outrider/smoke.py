@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -293,19 +292,13 @@ def describe_omissions(settings: RunSettings) -> str:
     """Describe in one line what ``--smoke`` replaces in ``[cluster]`` and does not test; "" if it tests
     everything.
     """
-    before, parts, omissions = settings.cluster.model_dump(mode="json"), [], []
+    before, parts = settings.cluster.model_dump(mode="json"), []
     replaced = {key.partition(".")[2]: value for key, value in _cluster(settings).items()}
-    if replaced and settings.cluster.model_copy(update=replaced).num_processes:
+    if replaced:
         changes = [f"{key} = {value} (recipe: {before[key]})" for key, value in replaced.items()]
         parts.append(f"runs [cluster] with {', '.join(changes)}")
-    elif replaced:
-        missing = "" if find_spec("ray") else ", which needs Ray (pip install 'outrider[cluster]')"
-        names = ", ".join(f"{key} = {before[key]}" for key in replaced)
-        omissions.append(f"[cluster] ({names}){missing}")
     if settings.engine.type == "vllm":
-        omissions.append("engine.type = vllm")
-    if omissions:
-        parts.append(f"leaves out {' and '.join(omissions)}")
+        parts.append("leaves out engine.type = vllm")
     return f"--smoke {' and '.join(parts)}" if parts else ""
 
 
@@ -344,17 +337,16 @@ def _stages(train: Mapping[str, Any], *, is_replaced: bool) -> dict[str, Any]:
 
 
 def _cluster(settings: RunSettings) -> dict[str, Any]:
-    """Reduce ``cluster`` to two trainer ranks, one engine and two rollout workers on this machine, or to a
-    single process if Ray is missing. All other keys get their defaults, which are valid on a CPU.
+    """Reduce ``cluster`` to two trainer ranks, one engine and two rollout workers on this machine. All
+    other keys get their defaults, which are valid on a CPU.
     """
     from outrider.training.settings import ClusterSettings
 
     cluster, smaller = settings.cluster, ClusterSettings().model_dump(mode="json")
-    if find_spec("ray"):
-        smaller["num_trainers"] = min(2, cluster.num_trainers)
-        # Two workers, because with one of them ``weights`` would have to request separate processes.
-        if cluster.is_remote and min(settings.train.tasks_per_step, settings.num_concurrent) > 1:
-            smaller |= {"num_rollout_workers": 2, "max_staleness": min(1, cluster.max_staleness)}
+    smaller["num_trainers"] = min(2, cluster.num_trainers)
+    # Two workers, because with one of them ``weights`` would have to request separate processes.
+    if cluster.is_remote and min(settings.train.tasks_per_step, settings.num_concurrent) > 1:
+        smaller |= {"num_rollout_workers": 2, "max_staleness": min(1, cluster.max_staleness)}
     before = cluster.model_dump(mode="json")
     return {f"cluster.{key}": value for key, value in smaller.items() if before[key] != value}
 

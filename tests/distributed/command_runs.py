@@ -1,4 +1,4 @@
-"""Runs from the command line, and the processes and folders of their Ray that are left on this machine."""
+"""Runs from the command line, and the processes and folders that are left of them on this machine."""
 
 import os
 import signal
@@ -13,9 +13,7 @@ from tests.training.tool_run import start_outrider
 
 
 class CommandRuns:
-    """Every process and folder of Ray carries the number of the process that started it: folders in their
-    names, processes in their command line or in the path of their log.
-    """
+    """Folders of a run have its process id in their names, and its processes have their logs there."""
 
     def __init__(self) -> None:
         self._prefixes: list[str] = []
@@ -23,7 +21,7 @@ class CommandRuns:
     def start(self, *arguments: str | Path) -> "subprocess.Popen[str]":
         """Start the command line in a process of its own."""
         process = start_outrider(*arguments)
-        self._prefixes.append(f"outrider-ray-{process.pid}-")
+        self._prefixes.append(f"outrider-{process.pid}-")
         return process
 
     def start_until(self, path: Path, *arguments: str | Path) -> "subprocess.Popen[str]":
@@ -31,54 +29,57 @@ class CommandRuns:
         process, until = self.start(*arguments), time.monotonic() + 240
         while not path.exists():
             assert process.poll() is None and time.monotonic() < until, process.communicate()
-            time.sleep(0.05)
+            time.sleep(0.02)
         return process
 
     def run(self, *arguments: str | Path, timeout: float = 400.0) -> str:
         """Run the command line, check that it succeeds and leaves nothing, and return its output."""
-        process = self.start(*arguments)
+        return self.end(self.start(*arguments), timeout=timeout)
+
+    def end(self, process: "subprocess.Popen[str]", *, timeout: float = 400.0) -> str:
+        """Wait until a run has ended, check as :meth:`run` does, and return its output."""
         stdout, stderr = process.communicate(timeout=timeout)
         assert process.returncode == 0, stderr + stdout
         assert self.left_behind() == set()
         return stdout
 
     def kill(self, process: "subprocess.Popen[str]") -> None:
-        """Kill a run and wait until Ray has ended its actors.
-
-        Ray's agents have nothing of the run; they wait another minute for the server, which was killed too.
-        """
+        """Kill a run and wait until its processes have ended."""
         process.send_signal(signal.SIGKILL)
         process.communicate()
         until = time.monotonic() + 60
-        while left := {one for one in self.processes() if not one.endswith("Agent")}:
-            assert time.monotonic() < until, f"Ray did not end its processes: {left}"
-            time.sleep(0.2)
+        while left := self.processes():
+            assert time.monotonic() < until, f"processes of a killed run live on: {left}"
+            time.sleep(0.05)
 
-    def processes(self) -> set[str]:
-        """Return number and name of Ray's running processes."""
-        found = set()
+    def processes(self) -> dict[int, str]:
+        """Return the names of running processes by their id, for example ``engine 0``; that of any other
+        program is its command.
+        """
+        found = {}
         for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and any(one in _command_and_files(entry) for one in self._prefixes):
-                found.add(f"{entry.name} {command_of(int(entry.name)).strip()[:80]}")
+            if entry.name.isdigit() and any(prefix in _files(entry) for prefix in self._prefixes):
+                with suppress(OSError):  # it ended meanwhile
+                    found[int(entry.name)] = (entry / "comm").read_text().strip()
         return found
 
     def folders(self) -> set[str]:
-        """Return Ray's temporary folders."""
-        temporary = Path(tempfile.gettempdir())
-        return {str(path) for prefix in self._prefixes for path in temporary.glob(f"{prefix}*")}
+        """Return temporary folders and those in shared memory."""
+        roots = (Path(tempfile.gettempdir()), Path("/dev/shm"))
+        return {str(path) for root in roots for prefix in self._prefixes for path in root.glob(f"{prefix}*")}
 
-    def left_behind(self, *, limit_s: float = 60.0) -> set[str]:
+    def left_behind(self, *, limit_s: float = 30.0) -> set[str]:
         """Return processes and folders that are left after a time limit."""
         until = time.monotonic() + limit_s
-        while (left := self.processes() | self.folders()) and time.monotonic() < until:
-            time.sleep(0.2)
+        while (
+            left := {f"{pid} {name} {command_of(pid)[:80]}" for pid, name in self.processes().items()}
+            | self.folders()
+        ) and time.monotonic() < until:
+            time.sleep(0.1)
         return left
 
 
-def _command_and_files(entry: Path) -> str:
-    """The command line, which Ray's workers replace by a title, and the names of the open files."""
-    lines = [command_of(int(entry.name))]
-    with suppress(OSError):  # it ended meanwhile
-        for descriptor in (entry / "fd").iterdir():
-            lines.append(os.readlink(descriptor))
-    return "\n".join(lines)
+def _files(entry: Path) -> str:
+    with suppress(OSError):  # it ended meanwhile, or belongs to another user
+        return "\n".join(os.readlink(descriptor) for descriptor in (entry / "fd").iterdir())
+    return ""

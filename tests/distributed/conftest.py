@@ -1,4 +1,4 @@
-"""One Ray and one group of ranks per size for all tests of the folder."""
+"""One fork server and one group of ranks per size for all tests of the folder."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -10,8 +10,8 @@ import pytest
 from tests.tiny import save_tiny_model
 
 if TYPE_CHECKING:
-    from outrider.distributed.ray_session import Session
-    from tests.distributed.forked_ranks import ForkedRanks
+    from outrider.distributed.learner import RankGroup
+    from outrider.distributed.processes import Cluster
 
 # an older torch, with which a run with ranks is refused
 collect_ignore_glob = [] if find_spec("torch.distributed.checkpoint.hf_storage") else ["test_*.py"]
@@ -23,29 +23,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def session() -> "Iterator[Session]":
-    pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
-    from outrider.distributed.ray_session import Session
+def cluster() -> "Iterator[Cluster]":
+    from outrider.distributed.processes import Cluster
     from outrider.training.settings import ClusterSettings
 
-    opened = Session(ClusterSettings(num_trainers=6, placement_timeout_s=60))
-    yield opened
-    opened.close()
+    with Cluster(ClusterSettings()) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="package")
-def ranks_of(folder: Path) -> "Iterator[Callable[[int], ForkedRanks]]":
-    from tests.distributed.forked_ranks import ForkedRanks
+def ranks_of(cluster: "Cluster", folder: Path) -> "Iterator[Callable[[int], RankGroup]]":
+    """Ranks with their first weights; a group that an error has ended is started again."""
+    from outrider.distributed.learner import RankGroup
+    from tests.distributed.probe import rank_group
 
-    made: dict[int, ForkedRanks] = {}
+    groups: dict[int, RankGroup] = {}
 
-    def of(size: int) -> ForkedRanks:
-        if size in made:
-            made[size].call("anew")
+    def ranks_of(size: int) -> RankGroup:
+        if size in groups and groups[size]._ranks:
+            groups[size].call("anew")
         else:
-            made[size] = ForkedRanks(folder, size)
-        return made[size]
+            groups[size] = rank_group(cluster, folder, size)
+        return groups[size]
 
-    yield of
-    for group in made.values():
+    yield ranks_of
+    for group in groups.values():
         group.close()

@@ -4,7 +4,7 @@ do nothing. All else is vLLM's code, in a trainer's process and in the processes
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -65,19 +65,29 @@ class LoopClient(EngineClient):
     """Calls of the sender, forwarded to an engine in the event loop of another thread."""
 
     def __init__(self, engine: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(None, [None], tensor_parallel=1, limit_s=0.0)
+        super().__init__([], tensor_parallel=1)
+        self.num_receivers = 1
         self._engine, self._loop = engine, loop
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the engine; raises what it raises."""
         coroutine = getattr(self._engine, method)(*arguments)
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
-    def _call_all(self, method: str, argument_lists: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        self.ask("meet", dict(init_info))
+
+    def start_weight_update(self) -> None:
+        self.num_calls = 1
+        self.ask("begin_update")
+
+    def update_weights(self, update_info: Mapping[str, Any]) -> None:
         self.num_calls += 1
-        [arguments] = argument_lists
-        result = self.call(method, *arguments)
-        return [arguments[0] if method == "end_update" else result]  # as the engine's process in a run
+        self.ask("take", dict(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.num_calls += 1
+        self.ask("end_update", self.version)
 
 
 @contextmanager

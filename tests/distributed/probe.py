@@ -1,6 +1,5 @@
 """A rank whose gradients, metrics and weights a test can ask for, and the same of one process."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +8,9 @@ from typing import Any
 import torch
 
 from outrider.algorithms.base import ObjectiveSettings
+from outrider.algorithms.losses import TokenLoss, TokenLossInputs
 from outrider.distributed.learner import Rank, RankGroup, RankSettings, _whole
-from outrider.distributed.ray_session import Session
+from outrider.distributed.processes import Cluster
 from outrider.engines.local.model import Precision, load_model
 from outrider.trace import Trace
 from outrider.training.packing import pack
@@ -102,8 +102,10 @@ class ProbedRank(Rank):
     def teacher_state(self) -> dict[str, torch.Tensor]:
         return _whole(self._averages(), is_receiver=self._rank == 0)
 
-    def hang_up(self) -> None:
-        os._exit(1)
+    def spin(self) -> None:
+        """Compute without progress on the last rank."""
+        while self._rank == self._size - 1:
+            pass
 
 
 def rank_settings(folder: Path, **changed: Any) -> RankSettings:
@@ -112,13 +114,13 @@ def rank_settings(folder: Path, **changed: Any) -> RankSettings:
         "initial": None, "has_reference": True,
         "optimizer": OptimizerSettings(learning_rate=1e-3), "update": SETTINGS,
         "cold_start": ColdStartSettings(num_examples=4, batch_size=3), "seed": 0, "num_threads": 1,
-        "timeout_s": 60.0,
+        "stall_s": 300.0,
     }  # fmt: skip
     return RankSettings(**{**given, **changed})
 
 
-def rank_group(session: Session, folder: Path, size: int, **changed: Any) -> RankGroup:
-    return RankGroup(session, rank_settings(folder, **changed), size=size, kind=ProbedRank)
+def rank_group(cluster: Cluster, folder: Path, size: int, **changed: Any) -> RankGroup:
+    return RankGroup(cluster, rank_settings(folder, **changed), size=size, kind=ProbedRank)
 
 
 def alone(
@@ -156,3 +158,30 @@ def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     apart = sum(float((found[name].double() - one.double()).square().sum()) for name, one in wanted.items())
     size = sum(float(one.double().square().sum()) for one in wanted.values())
     return float((apart / size) ** 0.5)
+
+
+class RingObjective(ObjectiveSettings):
+    """The objective of a foreign plug-in: an unclipped ratio, with a KL to the reference."""
+
+    def token_loss(self, inputs: TokenLossInputs) -> TokenLoss:
+        none_T = torch.zeros_like(inputs.advantages_T, dtype=torch.bool)
+        ratio_T = (inputs.logprobs_T - inputs.old_T).exp() * inputs.ratio_scale_T
+        inputs.measures.add_sum("ring/num_tokens", float(len(ratio_T)))
+        return TokenLoss(
+            losses=-inputs.advantages_T * ratio_T,
+            clipped_high=none_T,
+            clipped_low=none_T,
+            dual_clipped=none_T,
+        )
+
+
+def assign_ring_advantages(traces: Sequence[Trace]) -> list[Trace]:
+    """Compare every rollout with the next one of its group; the advantage fades towards the start."""
+    for trace in traces:
+        rollouts = list(trace.rollouts())
+        for number, (leaf, path) in enumerate(rollouts):
+            value = leaf.episode_return - rollouts[(number + 1) % len(rollouts)][0].episode_return
+            own = [node for node in path if node.trainable]
+            for age, node in enumerate(reversed(own)):
+                node.credit = (value * 0.5**age,) * len(node.token_ids)
+    return list(traces)

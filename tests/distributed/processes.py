@@ -1,15 +1,30 @@
 """Who started whom, on this machine."""
 
+import os
+import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 
 def lives(pid: int) -> bool:
+    return _state(pid) not in "ZX"
+
+
+def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
+
+
+def send_signal(pid: int, how: signal.Signals) -> None:
+    """Send a signal, and wait until it has ended or stopped the process: its threads may go on for
+    milliseconds.
+    """
+    os.kill(pid, how)
+    while _state(pid) not in "ZXT":
+        time.sleep(0.001)
 
 
 def parent_of(pid: int) -> int:
@@ -26,12 +41,6 @@ def command_of(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
-
-
-def blocked_by(pid: int) -> int:
-    """The signals that it blocks, a bit each."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(one for one in lines if one.startswith("SigBlk:")).split()[1], 16)
 
 
 def children_of(pid: int) -> list[int]:

@@ -17,15 +17,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from outrider.distributed import fsdp as sharding
+from outrider.distributed.learner import RankGroup
+from outrider.distributed.processes import Cluster
 from outrider.distributed.weights import Source, engine_weights
 from outrider.engines.base import LocalSettings, VllmSettings
 from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.training.adapters import plain_names
 from outrider.training.policy import Policy
 from outrider.training.settings import LoraSettings, OptimizerSettings
-from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
-from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, run
+from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, rank_group, run
 from tests.distributed.test_rank_updates import objective_of
 from tests.tiny import CHARACTERS
 
@@ -197,12 +198,12 @@ PARTS: dict[str, dict[str, Any]] = {
     ],
 )
 def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, dict[str, Any], ForkedRanks]]:
+    request: pytest.FixtureRequest, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, dict[str, Any], RankGroup]]:
     kind, part = request.param
     one = architecture(kind, vocab_size=3 + len(CHARACTERS), max_position_embeddings=512)
     folder = saved(one, tmp_path_factory.mktemp("experts") / "model")
-    made = ForkedRanks(folder, 2, **PARTS[part])
+    made = rank_group(cluster, folder, 2, **PARTS[part])
     yield folder, PARTS[part], made
     made.close()
 
@@ -210,7 +211,7 @@ def ranks(
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_the_update_of_experts_is_that_of_one_process(
-    ranks: tuple[Path, dict[str, Any], ForkedRanks],
+    ranks: tuple[Path, dict[str, Any], RankGroup],
 ) -> None:
     folder, part, made = ranks
     policy, reference = alone(folder, **part)

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 from outrider.algorithms.base import Algorithm, ObjectiveSettings
 from outrider.algorithms.distill import DistillSettings
 from outrider.config import validate
+from outrider.distributed.learner import RankGroup
+from outrider.distributed.processes import Cluster
 from outrider.trace import Insertion, Trace
 from outrider.training.cold_start import successful_paths
 from outrider.training.learner import LocalLearner
 from outrider.training.policy import TEACHER
-from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
-from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth
+from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, rank_group
 from tests.distributed.test_rank_updates import lone_groups
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -31,8 +32,8 @@ def objective(**distill: Any) -> ObjectiveSettings:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Iterator[ForkedRanks]:
-    made = ForkedRanks(folder, 2, teacher_rate=RATE)
+def ranks(cluster: Cluster, folder: Path) -> Iterator[RankGroup]:
+    made = rank_group(cluster, folder, 2, teacher_rate=RATE)
     yield made
     made.close()
 
@@ -63,7 +64,7 @@ def helped(folder: Path, seed: int) -> list[Trace]:
     return traces
 
 
-def state(ranks: ForkedRanks) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def state(ranks: RankGroup) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return ranks.call("state")[0], ranks.call("teacher_state")[0]
 
 
@@ -72,7 +73,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def test_ranks_have_the_averages_of_one_process_and_continue_with_the_same_bits(
-    ranks: ForkedRanks, folder: Path, tmp_path: Path
+    ranks: RankGroup, folder: Path, tmp_path: Path
 ) -> None:
     first, second = helped(folder, 0), helped(folder, 3)
     own, chosen, saved = local(folder), objective(), tmp_path / "ranks"
@@ -104,7 +105,7 @@ def test_ranks_have_the_averages_of_one_process_and_continue_with_the_same_bits(
     assert equal(dict(read.policy.masters), masters) and equal(read.teacher.averages, averages)
 
 
-def test_ranks_read_the_averages_of_one_process(ranks: ForkedRanks, folder: Path, tmp_path: Path) -> None:
+def test_ranks_read_the_averages_of_one_process(ranks: RankGroup, folder: Path, tmp_path: Path) -> None:
     own = local(folder)
     step(own, helped(folder, 0))
     own.save(tmp_path)
@@ -118,9 +119,9 @@ def test_ranks_read_the_averages_of_one_process(ranks: ForkedRanks, folder: Path
     assert equal(masters, averages) and equal(masters, dict(own.policy.masters))
 
 
-def test_a_cold_start_and_bfloat16(folder: Path) -> None:
+def test_a_cold_start_and_bfloat16(cluster: Cluster, folder: Path) -> None:
     """The average starts at the weights of the cold start, and a forward pass rounds it."""
-    ranks = ForkedRanks(folder, 2, teacher_rate=RATE, precision="bfloat16")
+    ranks = rank_group(cluster, folder, 2, teacher_rate=RATE, precision="bfloat16")
     try:
         report, num_steps, _ = ranks.call("update", helped(folder, 0), objective(), None, None, [])[0]
         assert num_steps == 1 and report.metrics["distill/loss"] > 0.0

@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from outrider.distributed.learner import RankGroup
 from outrider.errors import CheckpointError
 from outrider.training.checkpoint import load_checkpoint, save_checkpoint
 from outrider.training.setup import load_weights
-from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
 from tests.distributed.probe import SETTINGS, alone, distance, run
 from tests.distributed.test_rank_updates import objective_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
-RanksOf = Callable[[int], ForkedRanks]
+RanksOf = Callable[[int], RankGroup]
 
 
 class Saved:
     """A group of ranks as a checkpoint sees it."""
 
-    def __init__(self, ranks: ForkedRanks, *, num_steps: int = 0) -> None:
+    def __init__(self, ranks: RankGroup, *, num_steps: int = 0) -> None:
         self.ranks, self.num_steps = ranks, num_steps
 
     def save(self, folder: Path) -> None:

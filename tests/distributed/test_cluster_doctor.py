@@ -1,42 +1,43 @@
-"""The doctor of several processes: what it finds here, and what it says where something is wrong."""
+"""The doctor of several processes: its rows on this machine and on a Ray, and what it reports as missing."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
+from outrider.cli import main
+from outrider.commands import cluster_doctor
+from outrider.distributed.weights import file_crc
+from outrider.errors import ClusterFault
 
-from outrider.cli import main  # noqa: E402
-from outrider.commands import cluster_doctor  # noqa: E402
-from outrider.errors import ClusterFault  # noqa: E402
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def rows(text: str) -> dict[str, tuple[str, str]]:
     """State and finding by part."""
     cells = [line.split("│") for line in text.splitlines()]
     return {
-        one[1].strip(): (one[2].strip(), one[3].strip()) for one in cells if len(one) > 4 and one[1].strip()
+        row[1].strip(): (row[2].strip(), row[3].strip()) for row in cells if len(row) > 4 and row[1].strip()
     }
 
 
 @pytest.mark.slow
-def test_a_full_examination(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_machine_needs_no_ray(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "240")
     assert main(["doctor", "--cluster", "--folder", str(tmp_path / "runs")]) == 0
     found = rows(capsys.readouterr().out)
-    assert len(found) == 7 and {state for state, _ in found.values()} == {"ok"}
-    assert "off by" in found["gradient of 2 ranks"][1]
+    assert len(found) == 3 and {state for state, _ in found.values()} == {"ok"}
+    assert "GB free" in found["shared memory"][1] and "off by" in found["gradient of 2 ranks"][1]
     assert "nats off at most" in found["weights and log-probs of 2 engines"][1]
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
 def test_an_unreachable_ray_is_reported(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """And so is everything that needs it; nothing is left in the folder."""
+    pytest.importorskip("ray")
     monkeypatch.setenv("COLUMNS", "240")
-    monkeypatch.setattr(cluster_doctor, "_WAIT_S", 0.2)
+    monkeypatch.setattr(cluster_doctor, "_WAIT_S", 0.1)
     command = ["doctor", "--cluster", "--ray-address", "127.0.0.1:9", "--folder", str(tmp_path)]
     assert main(command) == 1
     found = rows(capsys.readouterr().out)
@@ -45,17 +46,25 @@ def test_an_unreachable_ray_is_reported(capsys: Any, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_parts_of_a_node_are_named(tmp_path: Path) -> None:
-    tried = cluster_doctor._ClusterChecks("local", tmp_path)
-    whole = {"host": "a", "versions": cluster_doctor._versions(), "sees": True, "shm": 10**10, "seconds": 0.1}
-    tried._node_reports = [whole]
-    assert "ray" in tried.nodes() and "10.0 GB" in tried.shared_memory() and "MB/s" in tried.object_store()
-    assert tried.shared_folder() == str(tmp_path.resolve())
+def test_missing_parts_of_a_node_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_doctor, "_PACKAGES", ("torch", "outrider"))
+    checks = cluster_doctor._ClusterChecks("auto", tmp_path)
+    own = cluster_doctor._versions(("torch", "outrider"))
+    whole = {"host": "a", "versions": own, "seconds": 0.1}
+    checks._nodes = [whole]
+    assert "outrider" in checks.nodes() and "MB/s" in checks.shared_folder()
     for changed, check in (
-        ({"versions": {**whole["versions"], "torch": "0.1"}}, tried.nodes),  # type: ignore[dict-item]
-        ({"sees": False}, tried.shared_folder),
-        ({"shm": 1}, tried.shared_memory),
+        ({"versions": {**own, "torch": "0.1"}}, checks.nodes),
+        ({"seconds": None}, checks.shared_folder),
     ):
-        tried._node_reports = [whole, {**whole, "host": "b", **changed}]
+        checks._nodes = [whole, {**whole, "host": "b", **changed}]
         with pytest.raises(ClusterFault, match=r"\bb\b"):
             check()
+
+
+def test_a_file_is_the_same_on_a_node(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"sent")
+    checksum = file_crc(tmp_path / "file")
+    assert cluster_doctor._inspect_node(str(tmp_path / "file"), checksum, ())["seconds"] is not None
+    assert cluster_doctor._inspect_node(str(tmp_path / "file"), checksum + 1, ())["seconds"] is None
+    assert cluster_doctor._inspect_node(str(tmp_path / "none"), checksum, ())["seconds"] is None

@@ -1,24 +1,22 @@
-"""What only runs on GPUs, against stand-ins that keep the order of calls: which GPU is whose, weights from
-the ranks straight to vLLM, and vLLM asleep while trainers work. None of it has run on a GPU.
+"""Code for GPUs with stand-ins that check the order of calls: the GPUs of each process, weights from the
+ranks to vLLM, and vLLM asleep while trainers work. None of it has run on a GPU.
 """
 
 import asyncio
 import threading
-import zlib
-from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from outrider.config import validate
-from outrider.distributed.engines import VllmEngineActor
+from outrider.distributed.engines import VllmProcess
 from outrider.distributed.learner import Rank, RankGroup
-from outrider.distributed.ray_session import Resources
+from outrider.distributed.processes import Cluster
 from outrider.distributed.weights import EngineClient, Source
 from outrider.engines.vllm.async_engine import AsyncVllm
 from outrider.engines.vllm.weight_sum import NAME, Checking, WeightSum, append_sum
@@ -35,30 +33,45 @@ GPUS: dict[str, Any] = {
 }
 
 
-def of(**cluster: Any) -> RunSettings:
+def settings(**cluster: Any) -> RunSettings:
     return validate(RunSettings, {**GPUS, "cluster": cluster})
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """A machine with eight GPUs, of which 2 to 7 are visible, without a process."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,5,6,7")
+    cluster = Cluster.__new__(Cluster)
+    cluster._gpus = {}
+    return cluster
+
+
 @pytest.mark.parametrize(
-    ("cluster", "rank", "engine"),
+    ("given", "visible"),
     [
-        ({"num_engines": 2}, ({"CPU": 1, "GPU": 1}, 1), ({"CPU": 1, "GPU": 1}, 1)),
-        ({"weights": "nccl", "tensor_parallel": 4}, ({"CPU": 1, "GPU": 1}, 1), ({"CPU": 1, "GPU": 4}, 4)),
-        ({"placement": "colocate"}, ({"CPU": 2, "GPU": 1}, 0.5), ({"CPU": 1, "GPU": 1}, 0.5)),
+        ({"num_trainers": 2, "num_engines": 2}, {"rank": ["2", "3"], "engine": ["4", "5"]}),
+        ({"num_engines": 1, "tensor_parallel": 4}, {"rank": ["2"], "engine": ["3,4,5,6"]}),
+        (
+            {"placement": "colocate", "num_trainers": 2, "num_engines": 2},
+            {"rank": ["2", "3"], "engine": ["2", "3"]},
+        ),
     ],
 )
-def test_every_process_requests_its_gpus(cluster: dict[str, Any], rank: Any, engine: Any) -> None:
-    settings = of(**cluster)
-    asked = Resources.from_settings(settings)
-    assert settings.has_ranks  # a trainer beside engines is told its GPU by Ray
-    assert (asked.rank_bundle, asked.rank["num_gpus"]) == rank
-    assert (asked.engine_bundle, asked.engine["num_gpus"]) == engine
+def test_every_process_sees_its_gpus_and_workers_see_none(
+    machine: Cluster, given: dict[str, Any], visible: dict[str, list[str]]
+) -> None:
+    machine.reserve(settings(**given), "ranks")
+    for kind, gpus in visible.items():
+        for number, own in enumerate(gpus):
+            assert machine._environ((kind, number))["CUDA_VISIBLE_DEVICES"] == own  # type: ignore[arg-type]
+    assert machine._environ(("worker", 0))["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_no_gpu_is_requested_on_a_cpu() -> None:
-    asked = Resources()
-    assert asked.rank_bundle == asked.engine_bundle == {"CPU": 1}
-    assert asked.rank == asked.engine == {"num_cpus": 1}
+def test_too_few_gpus_are_one_line_and_a_cpu_needs_none(machine: Cluster) -> None:
+    with pytest.raises(ClusterFault, match="need 8 GPUs, and 6 are seen here"):
+        machine.reserve(settings(num_trainers=4, num_engines=4), "ranks")
+    machine.reserve(validate(RunSettings, {**GPUS, "model": {}, "cluster": {"num_engines": 9}}), "ranks")
+    assert "CUDA_VISIBLE_DEVICES" not in machine._environ(("engine", 0))
 
 
 class Calls:
@@ -136,38 +149,32 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> AsyncVllm:
     requests = SimpleNamespace(
         WeightTransferInitRequest=SimpleNamespace, WeightTransferUpdateRequest=SimpleNamespace
     )
-    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", requests)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.base", requests)
     made = AsyncVllm.__new__(AsyncVllm)
     made.llm, made._is_asleep = Calls(), False
     return made
 
 
-AWAKE = ["pause", "start", "update", "update", "finish", "reset", "resume"]
+AWAKE = ["pause", "start", "update", "finish", "reset", "resume"]
 ASLEEP = [
-    "sleep 2", "pause", "wake weights", "start", "update", "update", "finish", "wake kv_cache", "reset",
+    "sleep 2", "pause", "wake weights", "start", "update", "finish", "wake kv_cache", "reset",
     "resume",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sleeps", "wanted"), [(False, AWAKE), (True, ASLEEP)])
+@pytest.mark.parametrize(("sleeps", "expected"), [(False, AWAKE), (True, ASLEEP)])
 def test_weights_are_loaded_in_vllm_s_order_around_sleep(
-    vllm: AsyncVllm, sleeps: bool, wanted: list[str]
+    vllm: AsyncVllm, sleeps: bool, expected: list[str]
 ) -> None:
-    parts = [save({"a": torch.ones(3)}), save({"b": torch.zeros(2)})]
-
-    async def pieces() -> AsyncIterator[bytes]:
-        for one in parts:
-            yield one
-
-    async def play() -> int:
+    async def play() -> None:
         if sleeps:
             await vllm.sleep()
             await vllm.sleep()  # it sleeps once
-        return await vllm.load(7, pieces())
+        await vllm.load(7, "weights-7.safetensors", 5)
 
-    assert asyncio.run(play()) == zlib.crc32(b"".join(parts))
-    assert vllm.llm.calls == wanted and vllm.llm.version == "7"
-    assert [one["checksum"] for one in vllm.llm.taken] == [zlib.crc32(one) for one in parts]
+    asyncio.run(play())
+    assert vllm.llm.calls == expected and vllm.llm.version == "7"
+    assert vllm.llm.taken == [{"path": "weights-7.safetensors", "checksum": 5}]
 
 
 def test_a_transfer_that_vllm_refuses_is_a_fault_of_the_engine(vllm: AsyncVllm) -> None:
@@ -185,65 +192,37 @@ def test_a_transfer_that_vllm_refuses_is_a_fault_of_the_engine(vllm: AsyncVllm) 
         asyncio.run(play())
 
 
-class FakeRay:
-    """Calls are coroutines of :class:`AsyncVllm` that have run when they are waited for."""
+class FakeProcess:
+    """An engine process that records its calls."""
 
-    exceptions = SimpleNamespace(
-        RayTaskError=KeyError, OutOfMemoryError=LookupError, RayError=ArithmeticError
-    )
+    def __init__(self, *, error: int = 0) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self._error = error
 
-    def __init__(self) -> None:
-        self.is_silent = False
-
-    def wait(self, waiting: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        return ([], waiting) if self.is_silent else (waiting[:1], waiting[1:])
-
-    def get(self, reference: Any) -> Any:
-        return reference[1]
-
-
-class FakeActor:
-    """An engine process that notes what it is asked."""
-
-    def __init__(self, *, lies: bool = False) -> None:
-        self.asked: list[tuple[str, Any]] = []
-        self._lies = lies
-
-    def __getattr__(self, method: str) -> Any:
-        def remote(*given: Any) -> tuple[object, Any]:
-            self.asked.append((method, *given))
-            return object(), (given[0] + self._lies if method == "end_update" else None)
-
-        return SimpleNamespace(remote=remote)
+    def call(self, method: str, *arguments: Any) -> "Future[Any]":
+        self.calls.append((method, *arguments))
+        result: Future[Any] = Future()
+        result.set_result(arguments[0] + self._error if method == "end_update" else None)
+        return result
 
 
 def test_the_client_assigns_ranks_to_engines_and_checks_the_version() -> None:
-    actors = [FakeActor(), FakeActor()]
-    client = EngineClient(FakeRay(), actors, tensor_parallel=4, limit_s=1.0)
+    engines: list[Any] = [FakeProcess(), FakeProcess()]
+    client = EngineClient(engines, tensor_parallel=4)
     assert client.num_receivers == 8
     client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 9})
     client.version = 3
     client.start_weight_update()
     client.update_weights({"names": ["a"]})
     client.finish_weight_update()
-    offsets = [actor.asked[0][1]["rank_offset"] for actor in actors]
-    assert offsets == [1, 5]
-    for actor in actors:
-        assert [one[0] for one in actor.asked] == ["meet", "begin_update", "take", "end_update"]
-        assert actor.asked[-1] == ("end_update", 3)
-    assert client.num_calls == 3  # at most four an engine and transfer
-
-
-def test_an_engine_with_another_version_or_without_a_response_is_named() -> None:
-    client = EngineClient(FakeRay(), [FakeActor(), FakeActor(lies=True)], tensor_parallel=1, limit_s=1.0)
-    client.version = 3
-    with pytest.raises(ClusterFault, match="engine 1 has other weights than version 3"):
-        client.finish_weight_update()
-    ray = FakeRay()
-    ray.is_silent = True
-    hasty = EngineClient(ray, [FakeActor()], tensor_parallel=1, limit_s=0.01)
-    with pytest.raises(ClusterFault, match=r"engine 0 did not end begin_update within 0.01 s"):
-        hasty.start_weight_update()
+    assert [engine.calls[0][1]["rank_offset"] for engine in engines] == [1, 5]
+    for engine in engines:
+        assert [call[0] for call in engine.calls] == ["meet", "begin_update", "take", "end_update"]
+        assert engine.calls[-1] == ("end_update", 3)
+    assert client.num_calls == 3  # at most four per engine and transfer
+    wrong: Any = FakeProcess(error=1)
+    with pytest.raises(ClusterFault, match="engine 1 has other weights than version 0"):
+        EngineClient([*engines[:1], wrong], tensor_parallel=1).finish_weight_update()
 
 
 def test_changed_weights_are_not_sent_under_an_older_version() -> None:
@@ -261,36 +240,26 @@ def test_changed_weights_are_not_sent_under_an_older_version() -> None:
 
 
 def test_all_ranks_receive_calls_in_one_order() -> None:
-    """A thread that replaces an engine asks them beside the one that trains: they would wait for each
-    other.
+    """A thread that replaces an engine calls them concurrently with the one that trains: in different orders,
+    the ranks would wait for each other.
     """
-    asked: list[list[str]] = [[], []]
+    calls: list[str] = []
     others: list[threading.Thread] = []
 
-    class Actor:
-        def __init__(self, number: int) -> None:
-            self._number = number
-
-        def __getattr__(self, method: str) -> Any:
-            def remote() -> str:
-                asked[self._number].append(method)
-                if (self._number, method) == (0, "update"):
-                    others.append(threading.Thread(target=group.call, args=("send",)))
-                    others[0].start()
-                    others[0].join(0.5)  # it has the time to come in between
-                return method
-
-            return SimpleNamespace(remote=remote)
+    def call_all(ranks: Any, method: str) -> list[str]:
+        calls.append(f"{method} begins")
+        if method == "update":
+            others.append(threading.Thread(target=group.call, args=("send",)))
+            others[0].start()
+            others[0].join(0.2)  # it has the time to come in between
+        calls.append(f"{method} ends")
+        return [method]
 
     group: Any = RankGroup.__new__(RankGroup)
-    ray = SimpleNamespace(
-        put=lambda one: one, wait=lambda left, **given: (left[:1], left[1:]), get=lambda one: one
-    )
-    group._ray, group._timeout_s, group._actors = ray, 60.0, [Actor(0), Actor(1)]
-    group._call_lock = threading.Lock()
-    assert group.call("update") == ["update", "update"]
+    group._cluster, group._ranks, group._call_lock = SimpleNamespace(call_all=call_all), [], threading.Lock()
+    assert group.call("update") == ["update"]
     others[0].join(60.0)
-    assert asked == [["update", "send"], ["update", "send"]]
+    assert calls == ["update begins", "update ends", "send begins", "send ends"]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +273,7 @@ def test_a_failed_transfer_from_the_ranks_restarts_the_run(
     async def broken(*given: Any) -> None:
         raise EngineFault("vLLM did not load new weights: out of memory")
 
-    engine: Any = VllmEngineActor(None, 1, "folder", None)  # type: ignore[arg-type]
+    engine: Any = VllmProcess(None, 1, "folder")  # type: ignore[arg-type]
     engine._engine = SimpleNamespace(is_dead=False, **{method: broken})
     ask = [] if given is None else [given]
     with pytest.raises(

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from outrider.distributed.learner import RankGroup
+from outrider.distributed.processes import Cluster
 from outrider.training.settings import LoraSettings
-from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import groups
-from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, run
+from tests.distributed.probe import SETTINGS, alone, distance, near_the_truth, rank_group, run
 from tests.distributed.test_rank_updates import differs, objective_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -22,13 +23,15 @@ PARTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=PARTS)
-def part(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[dict[str, Any], ForkedRanks]]:
-    ranks = ForkedRanks(folder, 2, **PARTS[request.param])
+def part(
+    request: pytest.FixtureRequest, cluster: Cluster, folder: Path
+) -> Iterator[tuple[dict[str, Any], RankGroup]]:
+    ranks = rank_group(cluster, folder, 2, **PARTS[request.param])
     yield PARTS[request.param], ranks
     ranks.close()
 
 
-def test_the_update_is_that_of_one_process(folder: Path, part: tuple[dict[str, Any], ForkedRanks]) -> None:
+def test_the_update_is_that_of_one_process(folder: Path, part: tuple[dict[str, Any], RankGroup]) -> None:
     """Several objectives one after the other, so from weights that both have moved; one has a reference."""
     given, ranks = part
     policy, reference = alone(folder, **given)
@@ -49,7 +52,7 @@ def test_the_update_is_that_of_one_process(folder: Path, part: tuple[dict[str, A
 
 
 def test_a_checkpoint_is_read_by_one_process_and_by_ranks(
-    folder: Path, part: tuple[dict[str, Any], ForkedRanks], tmp_path: Path
+    folder: Path, part: tuple[dict[str, Any], RankGroup], tmp_path: Path
 ) -> None:
     given, ranks = part
     ranks.call("save", str(tmp_path))
@@ -63,11 +66,13 @@ def test_a_checkpoint_is_read_by_one_process_and_by_ranks(
     assert all(ranks.call("state")[0][name].equal(one) for name, one in whole.items())
 
 
-def test_in_half_precision_adapters_begin_alike_and_gradients_are_near(folder: Path) -> None:
+def test_in_half_precision_adapters_begin_alike_and_gradients_are_near(
+    cluster: Cluster, folder: Path
+) -> None:
     """A working copy in bfloat16 in front of shards in float32: rounding is what differs (spec: 8e-3)."""
     lora = LoraSettings(rank=2)
     policy, _ = alone(folder, precision="bfloat16", lora=lora, seed=3)
-    ranks = ForkedRanks(folder, 2, precision="bfloat16", lora=lora, seed=3)
+    ranks = rank_group(cluster, folder, 2, precision="bfloat16", lora=lora, seed=3)
     try:
         begun = ranks.call("state")[0]
         assert all(begun[name].equal(one) for name, one in policy.masters.items())

@@ -1,8 +1,7 @@
-"""Agent programs under rollout workers over real Ray: each worker has its own server and launcher; one that
-is gone takes its programs and what they started along, and another one plays its groups to the same bits.
+"""Agent programs of rollout workers: each worker has its own server and launcher; if it is lost, its programs
+and their children end, and another worker plays its groups to the same bits.
 """
 
-import os
 import signal
 import threading
 import time
@@ -19,17 +18,16 @@ from outrider.plugins import imports  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
 from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.types import Outcome  # noqa: E402
-from tests.distributed.processes import blocked_by, children_of, command_of, parent_of, wait_until_ended  # noqa: E402
+from tests.distributed.processes import children_of, command_of, parent_of, send_signal, wait_until_ended  # noqa: E402
 from tests.distributed.test_remote_faults import Crew, bits, crew_with, settings_of  # noqa: E402
-from tests.environments.verifiers_fake.make import write_fake  # noqa: E402
 
 if TYPE_CHECKING:
-    from outrider.distributed.ray_session import Session
+    from outrider.distributed.processes import Cluster
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(300)]
 
 AGENT = '''
-"""Starts a process of its own, tells of both, and goes on behind its first question once it may."""
+"""Starts a process, records both, and continues after its first question when it may."""
 
 import os
 import subprocess
@@ -74,8 +72,8 @@ def settings(folder: Path, place: Path, **changed: Any) -> RunSettings:
 
 
 @pytest.fixture(scope="module")
-def crew(session: "Session", folder: Path, place: Path) -> Iterator[Crew]:
-    with crew_with(session, settings(folder, place), place) as made:
+def crew(cluster: "Cluster", folder: Path, place: Path) -> Iterator[Crew]:
+    with crew_with(cluster, settings(folder, place), place) as made:
         yield made
 
 
@@ -90,76 +88,34 @@ def test_each_worker_has_its_own_launcher_and_equal_groups_have_the_same_bits(
     leaves = [leaf for trace in unbroken.traces for leaf in trace.leaves.values()]
     assert [leaf.outcome for leaf in leaves] == [Outcome.FINISHED] * 8, unbroken.fault_reasons
     assert bits(crew.play()) == bits(unbroken)
-    launchers = [launchers_of(pid) for pid in (*crew.remote.worker_pids, *crew.remote.engine_pids)]
-    assert [len(found) for found in launchers] == [1, 1, 0]
+    launchers = {name: len(launchers_of(pid)) for name, pid in crew.pids.items()}
+    assert launchers == {"engine 0": 0, "rollout worker 0": 1, "rollout worker 1": 1}
 
 
-def test_several_workers_generate_the_tokens_of_one_process(crew: Crew, unbroken: RolloutReport) -> None:
-    for one, other in zip(crew.play_here().traces, unbroken.traces, strict=True):
-        assert [node.token_ids for node in one.nodes] == [node.token_ids for node in other.nodes]
-        assert one.leaves == other.leaves
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["ended", pytest.param("killed", marks=pytest.mark.slow), pytest.param("silent", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_programs_end_with_their_worker_and_run_again(
-    crew: Crew, place: Path, unbroken: RolloutReport, how: str
+    crew: Crew, place: Path, unbroken: RolloutReport, how: signal.Signals
 ) -> None:
-    """Also what they have started, whoever ends it: the kernel, Ray, or the run that takes it for dead."""
-    worker = crew.remote.worker_pids[1]
+    """Also the processes that they have started, whether the worker died or is ended as silent."""
+    worker = crew.pids["rollout worker 1"]
     [launcher] = launchers_of(worker)
     with held(crew, place) as play:
         mine = [launcher, *programs_of(place, launcher, num=4)]
-        assert {blocked_by(pid) for pid in mine} == {0}  # those of Ray block Ctrl-C
-        if how == "ended":
-            crew.remote._session.ray.kill(crew.remote.workers[1], no_restart=True)
-        else:
-            os.kill(worker, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        if how != "silent":  # else it is ended once the others have played
-            wait_until_ended(mine)
-    wait_until_ended(mine)
+        send_signal(worker, how)
+        wait_until_ended(mine)
     assert bits(play()) == bits(unbroken)
-    counts = {name: one for name, one in crew.remote.repairs.pop_counts().items() if one}
-    assert counts == {"cluster/worker_deaths": 1.0, "rollout/num_groups_replayed": 2.0}
+    assert crew.counts() == {"cluster/worker_deaths": 1.0, "rollout/num_groups_replayed": 2.0}
     assert len(crew.remote.notes()) == 1
-    assert len(launchers_of(crew.remote.worker_pids[1])) == 1
+    assert len(launchers_of(crew.pids["rollout worker 1"])) == 1
 
 
 def test_close_ends_all_processes(crew: Crew, place: Path) -> None:
-    launchers = [one for pid in crew.remote.worker_pids for one in launchers_of(pid)]
+    launchers = [launcher for pid in crew.pids.values() for launcher in launchers_of(pid)]
     with held(crew, place):
-        mine = [one for launcher in launchers for one in programs_of(place, launcher, num=4)]
+        mine = [pid for launcher in launchers for pid in programs_of(place, launcher, num=4)]
+        pids = list(crew.pids.values())
         crew.remote.close()
-        wait_until_ended([*launchers, *mine, *crew.remote.worker_pids])
-
-
-@pytest.mark.slow
-def test_each_worker_runs_verifiers_in_a_process_of_its_own(
-    session: "Session", folder: Path, place: Path, tmp_path: Path
-) -> None:
-    write_fake(tmp_path)
-    imports.add_search_folder(tmp_path)
-    rows = ("good", "two", "raise", "other", "held out")
-    splits = {"num_train": 4, "num_valid": 0, "num_test": 1}
-    given = {"type": "verifiers", "id": "fake_taskset", "options": {"taskset": {"rows": rows}}, **splits}
-    with crew_with(session, settings(folder, place, environment=given), tmp_path) as crew:
-        unbroken = crew.play()
-        leaves = [list(trace.leaves.values()) for trace in unbroken.traces]
-        assert [[leaf.episode_return for leaf in group] for group in leaves] == [
-            [0.75, 0.75], [0.5, 0.5], [None, None], [0.75, 0.75],
-        ]  # fmt: skip
-        assert {leaf.outcome for leaf in leaves[2]} == {Outcome.ENVIRONMENT_FAULT}
-        players = [
-            player for pid in crew.remote.worker_pids for player in started_by(pid, "verifiers/player")
-        ]
-        assert len(players) == 2
-        os.kill(crew.remote.worker_pids[0], signal.SIGKILL)
-        wait_until_ended(players[:1])
-        assert bits(crew.play()) == bits(unbroken)
-        players[:1] = started_by(crew.remote.worker_pids[0], "verifiers/player")
-    wait_until_ended(players)
+        wait_until_ended([*launchers, *mine, *pids])
 
 
 class held:
@@ -200,10 +156,5 @@ def programs_of(place: Path, launcher: int, *, num: int) -> list[int]:
         time.sleep(0.02)
 
 
-def started_by(worker: int, words: str) -> list[int]:
-    """The processes that one has started whose command has these words."""
-    return [one for one in children_of(worker) if words in command_of(one)]
-
-
 def launchers_of(worker: int) -> list[int]:
-    return started_by(worker, "environments.agent.launcher")
+    return [pid for pid in children_of(worker) if "environments.agent.launcher" in command_of(pid)]

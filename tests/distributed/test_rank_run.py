@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 
 from outrider.training.policy import read_tensors
 from tests.distributed.command_runs import CommandRuns
+from tests.distributed.processes import send_signal
 from tests.training.forked import forked_outrider
-from tests.training.tool_run import outrider, write_tool_run
+from tests.training.tool_run import write_tool_run
 from tests.training.whole_runs import metrics
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(600)]
-pytest.importorskip("ray", reason="several processes need the extra 'cluster'")
 STEPS = 3
 
 
@@ -77,15 +77,17 @@ def test_a_run_that_goes_back_two_steps_ends_in_the_same_bits(root: Path, whole:
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
-    """And Ray ends what it had."""
-    run = root / "killed"
-    runs = CommandRuns()
+    run, runs = root / "killed", CommandRuns()
     process = runs.start_until(run / "checkpoints" / "step-000001" / "state.json", *command(root, run))
-    assert any("ray::" in one for one in runs.processes()) and runs.folders()
+    assert len(rank_pids(runs)) == 2
     runs.kill(process)
-    ended = outrider("train", "--resume", run, "--progress", "plain", timeout=300)
-    assert ended.returncode == 0, ended.stderr + ended.stdout
+    runs.run("train", "--resume", run, "--progress", "plain", timeout=300)
     assert_same_run(whole, run)
+
+
+def rank_pids(runs: CommandRuns) -> list[int]:
+    """Find the ranks by the files of their output."""
+    return [pid for pid in runs.processes() if "trainer-rank-" in os.readlink(f"/proc/{pid}/fd/1")]
 
 
 @pytest.mark.slow
@@ -93,23 +95,18 @@ def test_a_killed_run_resumes_to_the_same_bits(root: Path, whole: Path) -> None:
 def test_a_run_restarts_after_a_lost_rank_and_ends_in_the_same_bits(
     root: Path, whole: Path, how: signal.Signals
 ) -> None:
-    run = root / f"broken-{how.name}"
-    runs = CommandRuns()
+    run, runs = root / f"broken-{how.name}", CommandRuns()
     process = runs.start_until(
-        run / "checkpoints" / "step-000001" / "state.json", *command(root, run), "cluster.update_timeout_s=20"
+        run / "checkpoints" / "step-000001" / "state.json", *command(root, run), "cluster.heartbeat_s=5"
     )
-    ranks = [one for one in runs.processes() if "ray::Rank" in one]
-    assert len(ranks) == 2
-    os.kill(int(ranks[0].split()[0]), how)
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr + stdout
+    send_signal(rank_pids(runs)[0], how)
+    stdout = runs.end(process, timeout=300)
     assert "restart from the newest checkpoint, repair 1 of 3 within an hour" in stdout
-    assert runs.left_behind() == set()
     last = Path("checkpoints") / f"step-{STEPS:06d}"
     one, other = (shards(folder / last) for folder in (whole, run))
     assert all(torch.equal(other[name], tensor) for name, tensor in one.items())
     recorded = metrics(run)
-    restarts = [one.pop("cluster/trainer_restarts", 0.0) for one in recorded]
+    restarts = [record.pop("cluster/trainer_restarts", 0.0) for record in recorded]
     assert sum(restarts) == 1.0 and recorded == metrics(whole)
 
 

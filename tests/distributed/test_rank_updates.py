@@ -9,14 +9,24 @@ import pytest
 from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.distill import DistillSettings
 from outrider.config import validate
+from outrider.distributed.learner import RankGroup
 from outrider.trace import Insertion, Trace
 from outrider.training.cold_start import cold_start, successful_paths
 from outrider.training.settings import RunSettings, UpdateSettings
 from outrider.training.update import measure_kl
 from tests.algorithms.test_every_objective import EVERY
-from tests.distributed.forked_ranks import ForkedRanks
 from tests.distributed.groups import distinct_objectives, groups
-from tests.distributed.probe import SETTINGS, Found, alone, distance, near_the_truth, rank_settings, run
+from tests.distributed.probe import (
+    SETTINGS,
+    Found,
+    RingObjective,
+    alone,
+    assign_ring_advantages,
+    distance,
+    near_the_truth,
+    rank_settings,
+    run,
+)
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 PROMISE = 1e-6
@@ -25,7 +35,7 @@ _SPREAD = next(  # a seed whose two rollouts have different returns
     for seed in range(99)
     if len({one.episode_return for one, _ in groups(1, rollouts=2, seed=seed)[0].rollouts()}) == 2
 )
-RanksOf = Callable[[int], ForkedRanks]
+RanksOf = Callable[[int], RankGroup]
 
 
 def objective_of(name: str) -> ObjectiveSettings:
@@ -74,6 +84,31 @@ def test_every_objective_has_the_gradient_of_one_process(
         if found := differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted):
             differences[name] = found
     assert differences == {}
+
+
+def test_an_objective_of_a_plugin_has_the_gradient_of_one_process(ranks_of: RanksOf, folder: Path) -> None:
+    """Pairs in a ring of five rollouts, whose advantages fade, and a KL."""
+    policy, reference = alone(folder)
+    traces = [groups(1, rollouts=5, longest=16, seed=seed)[0] for seed in range(3)]
+    traces = assign_ring_advantages(near_the_truth(policy, traces))
+    objective = RingObjective(kl_weight=0.1)
+    for size in (2, 3):
+        ranks = ranks_of(size)
+        ranks.call("anew")
+        ranks.call("found", traces, objective, SETTINGS)  # moves away from the reference
+        for name, weights in ranks.call("state")[0].items():
+            policy.masters[name].copy_(weights)
+        wanted = run(policy, reference, traces, objective, SETTINGS)
+        assert wanted.norms[0] > 0 and wanted.metrics["loss/kl"] > 0
+        assert differs(ranks.call("found", traces, objective, SETTINGS)[0], wanted) == []
+
+
+def test_only_the_first_rank_returns_values_of_tokens(ranks_of: RanksOf, folder: Path) -> None:
+    policy, _ = alone(folder)
+    traces = near_the_truth(policy, groups(3, longest=16))
+    reports = [report for report, *_ in ranks_of(2).call("update", traces, objective_of("grpo"), None, 0, [])]
+    assert reports[0].tokens and not reports[1].tokens
+    assert reports[0].metrics == reports[1].metrics
 
 
 def test_observations_are_counted_over_all_ranks(ranks_of: RanksOf, folder: Path) -> None:

@@ -1,61 +1,90 @@
-"""How a batch is shared over rollout workers and put together again. Without Ray: workers answer at once."""
+"""Groups on rollout workers: how they are shared, put together again, and what happens if they break their
+worker. The workers are real processes that play nothing.
+"""
 
-import sys
 from collections import Counter
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from outrider.config import load_settings
-from outrider.distributed.ray_session import Recipe
-from outrider.distributed.rollouts import HeartbeatMonitor, WorkerRollouts
-from outrider.distributed.worker import Heartbeat, Job
+from outrider.config import load_settings, validate
+from outrider.distributed.processes import Cluster, Process
+from outrider.distributed.recipe import Recipe
+from outrider.distributed.remote import RemoteProcesses, Repairs
+from outrider.distributed.rollouts import (
+    GroupPool,
+    Job,
+    PoolRollouts,
+    RolloutWorker,
+    WorkerSettings,
+    _Group,
+    worker_room,
+)
+from outrider.environments.factbook.environment import FactbookConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
-from outrider.errors import ConfigError, ProcessLost
+from outrider.errors import CheckpointError, ConfigError, NoRepair
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.plugins.listing import server_digests
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
-from outrider.rollout.scheduler import RolloutReport
-from outrider.tools.base import CallBudget
 from outrider.trace import Trace
-from outrider.training.settings import RunSettings
-from outrider.types import Outcome, Task
-from tests.distributed.forked_ranks import CONTEXT
-from tests.distributed.stand_ins import ActorMethod, HashableFault, HashableResult, InstantRay
+from outrider.training.restarts import Allowance
+from outrider.training.run_dir import check_settings, flat_settings
+from outrider.training.settings import ClusterSettings, RunSettings
+from outrider.types import Message, Outcome, Step, Task, Trajectory
+from tests.distributed.served import Player, Reader
+
+HEARTBEAT_S = 1.5
 
 
-class Worker:
-    """Plays nothing: a trace with the task, and the job for whoever looks."""
+class Players:
+    """Engines that are never called, and workers; replaced as in a run."""
 
-    def __init__(self, number: int) -> None:
-        self.jobs: list[Job] = []
-        self.number = number
-        self.breaks: list[Exception] = []  # one a try
-        self.num_spent = 0
-        self.run = ActorMethod(self._run)
-        self.beat = ActorMethod(lambda: Heartbeat(num_finished=0, changed=0.0, location=None))
+    replace = RemoteProcesses.replace
+    is_current = RemoteProcesses.is_current
+    faults = RemoteProcesses.faults
 
-    def __hash__(self) -> int:
-        return id(self)
+    def __init__(self, cluster: Cluster, *, num_engines: int = 2, num_workers: int = 2) -> None:
+        self.cluster = cluster
+        self.settings = SimpleNamespace(
+            num_concurrent=4 * num_workers, cluster=SimpleNamespace(num_rollout_workers=num_workers)
+        )
+        self.engine = SimpleNamespace(weight_version=5)
+        self.repairs = Repairs(Allowance(20))
+        self.engines = {f"engine {n}": _engine(n) for n in range(num_engines)}
+        self.workers: dict[str, Process] = {}
+        for number in range(num_workers):
+            self._start_worker(number)
 
-    def _run(self, job: Job) -> Any:
-        self.jobs.append(job)
-        if self.breaks:
-            return self.breaks.pop(0)
-        traces = [Trace(task=task, modes=modes) for task, modes in zip(job.tasks, job.modes, strict=True)]
-        report = RolloutReport(
-            traces=traces, num_batches=self.number, num_retries=1, faults=Counter(retries=1),
-            fault_reasons=(f"of {self.number}",),
+    def _start_worker(self, number: int) -> None:
+        name = f"rollout worker {number}"
+        self.workers[name] = self.cluster.start(
+            name, Player, str(self.cluster.folder), name,
+            busy_s=3.0, has_progress=False, place=("worker", number),
         )  # fmt: skip
-        gathered = [self.number for _ in job.snapshots]
-        return HashableResult(report=report, gathered=gathered, num_spent=self.num_spent)
+
+    def _worker_settings(self) -> None:
+        return None
+
+
+def _engine(number: int) -> Process:
+    return Process(name=f"engine {number}", address="", key=b"", pid=-1)
+
+
+@pytest.fixture
+def players(cluster: Cluster) -> Iterator[Any]:
+    cluster.settings = ClusterSettings(heartbeat_s=HEARTBEAT_S)
+    players = Players(cluster)
+    yield players
+    for process in players.workers.values():
+        cluster.kill(process)
 
 
 class Notes(StatelessHook):
-    """Writes down what it is told, in order."""
+    """Records the calls of the pool, in order."""
 
     def __init__(self) -> None:
         self.records: list[Any] = []
@@ -64,149 +93,180 @@ class Notes(StatelessHook):
         return len(self.records)
 
     def absorb(self, gathered: Any) -> None:
-        self.records.append(gathered)
+        self.records.append(f"gathered {gathered}")
 
     def after_group(self, trace: Trace) -> None:
         self.records.append(trace.task.key)
 
 
-class Together:
-    """Counts what is replaced, and puts nothing else in its place."""
-
-    def __init__(self, workers: list[Worker]) -> None:
-        self.workers, self.repairs = workers, self
-        self.replaced: list[tuple[list[str], int]] = []
-
-    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
-        self.replaced.append((sorted(gone), num_groups))
-
-
-def rollouts_of(workers: list[Worker], hooks: list[Any], *, at_once: int = 8) -> WorkerRollouts:
-    return WorkerRollouts(
-        InstantRay(), Together(workers), hooks=hooks, is_training=True, version=lambda: 5,
-        max_concurrent=at_once, on_finished=lambda done, owed: None,
-        new_monitor=partial(HeartbeatMonitor, InstantRay(), limit_s=1.0, rollout_status=RolloutStatus()),
-    )  # fmt: skip
-
-
-@given(st.integers(1, 6), st.integers(1, 13), st.integers(0, 40), st.integers(1, 20))
-def test_groups_are_assigned_in_turn_and_returned_in_order(
-    size: int, num: int, cap: int, at_once: int
-) -> None:
-    workers, hook = [Worker(number) for number in range(size)], Notes()
-    tasks = [Task(key=f"t{number}", question="") for number in range(num)]
-    report = rollouts_of(workers, [hook], at_once=at_once).run(
-        tasks, modes=lambda group: (f"m{group}", "plain"), training_step=3
+def rollouts_of(players: Any, *hooks: Hook, max_calls: int | None = None) -> PoolRollouts:
+    return PoolRollouts(
+        GroupPool(players, hooks, RolloutStatus()),
+        hooks=hooks,
+        is_training=True,
+        max_calls=max_calls,
+        on_finished=lambda done, total: None,
     )
-    assert [one.task for one in report.traces] == tasks
-    assert [tuple(one.modes) for one in report.traces] == [(f"m{group}", "plain") for group in range(num)]
-    used = min(size, num)
-    for number, worker in enumerate(workers):
-        assert [job.tasks for job in worker.jobs] == ([tasks[number::size]] if number < used else [])
-    # what the copies gathered, worker by worker, and only then the groups, in their order
-    assert hook.records == [*range(used), *(task.key for task in tasks)]
-    jobs = [worker.jobs[0] for worker in workers[:used]]
-    assert {(job.version, job.training_step, tuple(job.snapshots)) for job in jobs} == {(5, 3, (0,))}
-    assert sum(job.max_concurrent for job in jobs) <= max(at_once, size)
-    assert (report.num_batches, report.num_retries) == (used - 1, used)
-    assert report.faults == Counter(retries=used)
-    assert report.fault_reasons == tuple(f"of {number}" for number in range(used))
-    # the parts of a cap on calls add up to it, and one worker has all of it
-    shares = []
-    for job in jobs:
-        budget = CallBudget(cap)
-        budget.set_share(0, 1, 7)  # of an earlier batch: it does not count
-        budget.set_share(*job.calls)
-        shares.append(budget.limit)
-    assert sum(shares) == cap  # type: ignore[arg-type]
-    for job, share in zip(jobs, shares, strict=True):
-        assert abs(share - cap * len(job.tasks) / num) < 1  # type: ignore[operator]
 
 
-@given(
-    st.lists(st.lists(st.sampled_from(["rollout worker", "engine 0", "engine 1"]), max_size=3), max_size=4)
+def tasks_of(num: int, **questions: str) -> list[Task]:
+    return [Task(key=f"t{number}", question=questions.get(f"t{number}", "")) for number in range(num)]
+
+
+@pytest.mark.parametrize(("num_engines", "num_workers", "num_groups"), [(4, 2, 16), (4, 2, 7), (3, 1, 9)])
+def test_every_engine_has_its_share_of_rollouts(num_engines: int, num_workers: int, num_groups: int) -> None:
+    """Groups are shared before any has ended, as with engines that need minutes for a turn."""
+    players: Any = SimpleNamespace(
+        engines={f"engine {n}": _engine(n) for n in range(num_engines)},
+        workers={
+            f"rollout worker {n}": SimpleNamespace(name=f"rollout worker {n}") for n in range(num_workers)
+        },
+        engine=SimpleNamespace(weight_version=0),
+    )
+    jobs: list[tuple[str, Job]] = []
+    for name, worker in players.workers.items():
+        worker.call = lambda method, job, name=name: jobs.append((name, job)) or object()
+    tasks = {(0, n): (task, ("plain",) * 16) for n, task in enumerate(tasks_of(num_groups))}
+    GroupPool(players, (), RolloutStatus()).submit(tasks, training_step=0, is_training=True)
+    for kind, num, loads in (
+        ("engine", num_engines, Counter(job.engine.name for _, job in jobs)),
+        ("worker", num_workers, Counter(name for name, _ in jobs)),
+    ):
+        assert len(loads) == num and max(loads.values()) - min(loads.values()) <= 1, (kind, loads)
+
+
+def test_workers_have_room_for_all_engines_at_default_settings() -> None:
+    """64 concurrent rollouts per engine: 4 engines generate for 256, and no worker halves them."""
+    recipe = {
+        "environment": {"type": "factbook"},
+        "algorithm": {"type": "grpo", "group_size": 16},
+        "cluster": {"num_engines": 4, "num_rollout_workers": 2},
+    }
+    settings = validate(RunSettings, recipe)
+    assert settings.num_concurrent == 4 * 64
+
+
+def test_groups_return_in_order_with_the_work_of_the_copies(players: Any) -> None:
+    hook, tasks = Notes(), tasks_of(6)
+    rollouts = rollouts_of(players, hook, max_calls=20)
+    report = rollouts.run(tasks, modes=lambda group: (f"m{group}", "plain"), training_step=3)
+    assert [trace.task for trace in report.traces] == tasks
+    assert [tuple(trace.modes) for trace in report.traces] == [(f"m{n}", "plain") for n in range(6)]
+    # what the copy of a group gathered, and then the group, in order
+    assert hook.records == [record for task in tasks for record in (f"gathered {task.key}", task.key)]
+    assert (report.num_batches, report.num_retries, report.faults) == (6, 6, Counter(retries=6))
+    jobs = [reason.split() for reason in report.fault_reasons]
+    assert {(version, step) for _, _, version, step, _, _ in jobs} == {("5", "3")}
+    shares = [int(job[4]) for job in jobs]  # of the limit on tool calls
+    assert sum(shares) == 20 and max(shares) - min(shares) <= 1
+    # a further round has the calls that are left: each group has executed 2
+    report = rollouts.run(tasks_of(2), modes=("plain",), training_step=3, continued=True)
+    assert [int(reason.split()[4]) for reason in report.fault_reasons] == [4, 4]
+    tasks = [Task(key=f"game {number}", question="") for number in range(140)]
+    report = rollouts.run(tasks, modes=("evaluation",), training_step=-1)
+    assert hash_tasks([trace.task for trace in report.traces]) == hash_tasks(tasks)
+
+
+def test_an_invalid_batch_is_refused_before_any_rollout(players: Any) -> None:
+    task = Task(key="a", question="die")
+    with pytest.raises(ValueError, match="share a key"):
+        rollouts_of(players).run([task, task], modes=("plain",), training_step=0)
+    with pytest.raises(ValueError, match="differ in size"):
+        rollouts_of(players).run(
+            [task, Task(key="b", question="")], modes=lambda group: ("plain",) * (group + 1), training_step=0
+        )
+    assert players.cluster.check() == {}
+
+
+def test_a_hook_without_copies_is_named(players: Any) -> None:
+    class Own(Hook):
+        """A hook without snapshots."""
+
+    with pytest.raises(ConfigError, match="Own has no copies in other processes"):
+        rollouts_of(players, Own())
+
+
+def test_only_the_groups_of_a_lost_worker_are_played_again(players: Any) -> None:
+    hook, tasks = Notes(), tasks_of(8, t2="die once")
+    report = rollouts_of(players, hook).run(tasks, modes=("plain",), training_step=0)
+    assert [trace.task for trace in report.traces] == tasks
+    assert hook.records == [record for task in tasks for record in (f"gathered {task.key}", task.key)]
+    attempts = [int(int(reason.split()[5]) >= 8) for reason in report.fault_reasons]
+    assert attempts[2] == 1 and attempts[1::2] == [0] * 4
+    counts = players.repairs.pop_counts()
+    assert counts["cluster/worker_deaths"] == 1 and counts["rollout/num_groups_replayed"] == sum(attempts)
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "what"),
+    [
+        ({"t1"}, "die"),
+        ({"t1", "t2", "t5"}, "die"),
+        pytest.param({"t1"}, "hold the lock", marks=pytest.mark.long),
+    ],
 )
-def test_only_the_groups_of_lost_processes_run_again(breaks: list[list[str]]) -> None:
-    """Each worker breaks so often, with itself or with an engine; what it had brought stays."""
-    num = max(1, len(breaks))
-    workers, hook = [Worker(number) for number in range(num)], Notes()
-    for worker, each in zip(workers, breaks, strict=False):
-        names = [f"{one} {worker.number}" if one == "rollout worker" else one for one in each]
-        worker.breaks = [HashableFault(f"{one} died", one) for one in names]
-    played = rollouts_of(workers, [hook])
-    tasks = [Task(key=f"t{number}", question="") for number in range(2 * num)]
-    report = played.run(tasks, modes=("plain",), training_step=0)
-    assert [one.task for one in report.traces] == tasks
-    assert hook.records == [*range(num), *(task.key for task in tasks)]  # once, however often it was played
-    for number, worker in enumerate(workers):
-        tries = 1 + (len(breaks[number]) if number < len(breaks) else 0)
-        assert [job.is_again for job in worker.jobs] == [False, *[True] * (tries - 1)]
-        assert all(job.snapshots == worker.jobs[0].snapshots for job in worker.jobs)
-    rounds = max(map(len, breaks), default=0)
-    replaced = played._processes.replaced  # type: ignore[attr-defined]
-    assert [num_groups for _, num_groups in replaced] == [
-        2 * sum(len(each) > number for each in breaks) for number in range(rounds)
+def test_a_group_that_breaks_its_worker_is_masked_and_named(
+    players: Any, poisoned: set[str], what: str
+) -> None:
+    """The run continues; it is not restarted, which would break it again, with ``--resume`` too."""
+    players.repairs = Repairs(Allowance(2 * len(poisoned)))
+    tasks = tasks_of(6, **dict.fromkeys(poisoned, what))
+    hook = Notes()
+    report = rollouts_of(players, hook).run(tasks, modes=("plain", "other"), training_step=0)
+    assert [trace.task for trace in report.traces] == tasks
+    for trace in report.traces:
+        outcomes = [leaf.outcome for leaf, _ in trace.rollouts()]
+        assert outcomes == ([Outcome.ENVIRONMENT_FAULT] * 2 if trace.task.key in poisoned else [])
+    assert report.faults["environment_fault"] == 2 * len(poisoned)
+    masked = [reason for reason in report.fault_reasons if reason.startswith("environment_fault")]
+    assert len(masked) == len(poisoned)
+    for key in poisoned:
+        assert any(
+            f"in {key}: masked, because it breaks its rollout worker: rollout worker" in reason
+            and f"last seen at {key}/0: an environment's step" in reason
+            for reason in masked
+        ), masked
+    # innocent groups: their results are complete, however often they were lost beside it
+    assert [record for record in hook.records if "gathered" in record] == [
+        f"gathered {task.key}" for task in tasks if task.key not in poisoned
     ]
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-def test_a_further_round_has_the_remaining_calls_of_the_batch(breaks: bool) -> None:
-    """Whoever plays it, and however often: the parts are those of the first round."""
-    workers = [Worker(number) for number in range(2)]
-    for worker, spent in zip(workers, (3, 4), strict=True):
-        worker.num_spent = spent
-    played = rollouts_of(workers, [])
-    tasks = [Task(key=f"t{number}", question="") for number in range(7)]
-    played.run(tasks[:5], modes=("plain",), training_step=0)
-    if breaks:
-        workers[1].breaks = [HashableFault("rollout worker 1 died", "rollout worker 1")]
-    played.run(tasks[5:], modes=("plain",), training_step=0, continued=True)
-    assert [(job.calls, job.num_spent) for job in workers[0].jobs] == [((0, 3, 5), 0), ((0, 3, 5), 3)]
-    again = [((3, 5, 5), 4)] * (2 if breaks else 1)
-    assert [(job.calls, job.num_spent) for job in workers[1].jobs] == [((3, 5, 5), 0), *again]
-    assert [job.is_again for job in workers[1].jobs[1:]] == [False, True][: len(again)]
-
-
-@given(st.integers(0, 9), st.integers(0, 12))
-def test_a_budget_continues_from_the_calls_of_another_one(cap: int, num: int) -> None:
-    first, other = CallBudget(cap), CallBudget(cap)
-    first.begin_batch(limited=True)
-    for _ in range(num):
-        first.count()
-    other.set_share(0, 1, 1)
-    other.resume_batch(first.num_executed)
-    first.begin_round()
-    assert (other.is_open, other.num_executed) == (first.is_open, num)
-
-
-def test_no_cap_has_no_shares() -> None:
-    budget = CallBudget(None)
-    budget.set_share(0, 1, 2)
-    assert budget.limit is None
-
-
-def test_an_invalid_batch_is_refused_before_any_rollout() -> None:
-    workers = [Worker(0)]
-    task = Task(key="a", question="")
-    with pytest.raises(ValueError, match="share a key"):
-        rollouts_of(workers, []).run([task, task], modes=("plain",), training_step=0)
-    with pytest.raises(ValueError, match="differ in size"):
-        rollouts_of(workers, []).run(
-            [task, Task(key="b", question="")], modes=lambda group: ("plain",) * (group + 1), training_step=0
+def test_only_groups_that_a_worker_had_begun_count_its_loss(players: Any) -> None:
+    """It begins them in order as it has room for four rollouts."""
+    pool = GroupPool(players, (), RolloutStatus())
+    worker = players.workers["rollout worker 0"]
+    sizes = [(2, True), (9, False), (2, True), (1, True), (1, False)]
+    groups = [
+        _Group(
+            name=(0, number), task=Task(key=f"t{number}", question=""), modes=("plain",) * size,
+            training_step=0, is_training=is_training, snapshots=b"", max_calls=None, worker=worker,
         )
-    assert not workers[0].jobs
+        for number, (size, is_training) in enumerate(sizes)
+    ]  # fmt: skip
+    assert worker_room(players.settings) == 4
+    assert [group.name[1] for group in pool._begun(worker, groups)] == [0, 2, 1]
 
 
-def test_a_hook_that_has_no_copies_is_named() -> None:
-    class Own(Hook):
-        """A hook that says nothing about copies."""
-
-    with pytest.raises(ConfigError, match="Own has no copies in other processes"):
-        rollouts_of([Worker(0)], [Own()])
+def test_repairs_without_a_guilty_task_are_limited(players: Any) -> None:
+    players.repairs = Repairs(Allowance(0))
+    with pytest.raises(NoRepair, match=r"rollout worker 0 died in play, last seen at t0/0"):
+        rollouts_of(players).run(tasks_of(1, t0="die once"), modes=("plain",), training_step=0)
 
 
-def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path) -> None:
-    """Its module has to be looked for there before the settings can be read."""
+def test_the_limit_of_repairs_can_be_raised_on_resume() -> None:
+    def settings(max_restarts: int) -> RunSettings:
+        cluster = {"num_rollout_workers": 2, "max_restarts": max_restarts}
+        recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
+        return validate(RunSettings, recipe)
+
+    began_with = flat_settings(settings(3))
+    assert check_settings(began_with, settings(20)) == []
+    assert check_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
+
+
+def test_a_plug_in_beside_the_recipe_is_found_in_another_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Its module has to be found before the settings can be unpickled."""
     (tmp_path / "beside_recipe.py").write_text(
         "from outrider.engines.base import EngineSettings\n"
         "class Mine:\n    class Settings(EngineSettings):\n        size: int = 3\n"
@@ -218,106 +278,56 @@ def test_a_plug_in_beside_the_recipe_is_found_in_another_process(tmp_path: Path)
         '[engine]\ntype = "beside_recipe:Mine"\nsize = 8\n'
     )
     settings = load_settings(RunSettings, file=tmp_path / "recipe.toml", overrides=[])
-    here, there = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_send_engine, args=(there, Recipe.from_settings(settings)), daemon=True)
-    process.start()
-    assert here.poll(120) and here.recv() == (8, "beside_recipe", "beside_recipe:Mine")
-    process.join(60)
+    recipe = Recipe.from_settings(settings)
+    process = cluster.start("reader 0", Reader, recipe, busy_s=60.0, place=("worker", 0))
+    assert process.call("read").result(60) == (8, "beside_recipe", "beside_recipe:Mine")
+    cluster.kill(process)
 
 
-def _send_engine(pipe: Any, recipe: Recipe) -> None:
-    assert "beside_recipe" not in sys.modules
-    engine: Any = recipe.settings().engine
-    pipe.send((engine.size, type(engine).__module__, engine.type))
+def trajectory(name: str) -> Trajectory:
+    steps = (Step(text=f"{name} 1", observation="seen", is_terminal=True),)
+    prompt = (Message(role="user", content=f"question {name}"),)
+    return Trajectory(trajectory_id=name, task_key=name, agent="a", reward=1.0, prompt=prompt, steps=steps)
 
 
-class Refunded(Together):
-    """Counts what was charged, and what was refunded."""
-
-    def __init__(self, workers: list[Worker]) -> None:
-        super().__init__(workers)
-        self.num_charged = 0
-
-    def replace(self, gone: Mapping[str, ProcessLost], *, num_groups: int) -> None:
-        super().replace(gone, num_groups=num_groups)
-        self.num_charged += sum(fault.is_charged for fault in gone.values())
-
-    def refund(self, num_repairs: int) -> None:
-        self.num_charged -= num_repairs
-
-
-class Breaking(Worker):
-    """Breaks whenever it plays one of these tasks."""
-
-    def __init__(self, number: int, tasks: set[str], *, is_silent: bool) -> None:
-        super().__init__(number)
-        self.tasks, self.is_silent = tasks, is_silent
-
-    def _run(self, job: Job) -> Any:
-        if broken := sorted(self.tasks & {task.key for task in job.tasks}):
-            what = "did not end a heartbeat" if self.is_silent else "died"
-            name = f"rollout worker {self.number}"
-            message = f"{name} {what}, last seen at {broken[0]}/0: a step; go on"
-            self.breaks = [HashableFault(message, name, self.is_silent)]
-        return super()._run(job)
+def test_a_replaced_worker_reads_the_current_revision_of_the_buffer(tmp_path: Path) -> None:
+    """A resumed run rolls the buffer back behind the revision of its first workers."""
+    buffer = StepTraceBuffer(tmp_path / "buffer.sqlite", load_embedder("hash"), mode="write")
+    buffer.add_trajectories([trajectory("a")])
+    revision = buffer.revision
+    buffer.add_trajectories([trajectory("b")])
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7)))
+    learner = SimpleNamespace(language_model=SimpleNamespace(model=model))
+    settings = SimpleNamespace(environment=FactbookConfig())
+    parts: Any = SimpleNamespace(learner=learner, buffer=buffer, train_tasks=[], settings=settings)
+    recipe: Any = None
+    before = WorkerSettings.from_components(parts, recipe, context_length=8)
+    buffer.rollback(revision)
+    now = WorkerSettings.from_components(parts, recipe, context_length=8)
+    assert before.buffer is not None and now.buffer is not None
+    with pytest.raises(CheckpointError):
+        StepTraceBuffer(before.buffer[0], load_embedder("hash"), mode="read", revision=before.buffer[1])
+    with StepTraceBuffer(now.buffer[0], load_embedder("hash"), mode="read", revision=now.buffer[1]) as reader:
+        assert reader.revision == revision
+    buffer.close()
 
 
-@pytest.mark.parametrize("is_silent", [True, False])
-@pytest.mark.parametrize("poisoned", [{"t1"}, {"t1", "t5"}, {"t1", "t2"}, {"t1", "t3", "t5"}])
-def test_a_group_that_breaks_its_worker_is_masked_and_named(poisoned: set[str], is_silent: bool) -> None:
-    workers: list[Worker] = [Breaking(number, poisoned, is_silent=is_silent) for number in range(2)]
-    hook, tasks = Notes(), [Task(key=f"t{number}", question="") for number in range(6)]
-    played = rollouts_of(workers, [hook])
-    crew = played._processes = Refunded(workers)  # type: ignore[assignment]
-    report = played.run(tasks, modes=("plain", "other"), training_step=0)
-    assert [trace.task for trace in report.traces] == tasks
-    for trace in report.traces:
-        outcomes = [leaf.outcome for leaf, _ in trace.rollouts()]
-        assert outcomes == ([Outcome.ENVIRONMENT_FAULT] * 2 if trace.task.key in poisoned else [])
-    assert report.faults["environment_fault"] == 2 * len(poisoned)
-    named = [reason for reason in report.fault_reasons if reason.startswith("environment_fault")]
-    assert len(named) == len(poisoned)
-    for key in poisoned:
-        assert any(f"in {key}: " in reason and f"last seen at {key}/0: a step" in reason for reason in named)
-    assert all(str(fault) for fault in named) and "; go on" not in "".join(named)
-    # A worker plays all of its groups together again, and then each of them alone.
-    most = 2 if is_silent else 4
-    for number, worker in enumerate(workers):
-        mine = {task.key for task in tasks[number::2]} & poisoned
-        sizes = [len(job.tasks) for job in worker.jobs]
-        assert sizes == ([3] * most + [1] * 3 if mine else [3])
-    assert crew.num_charged <= (0 if is_silent else 6)
-
-
-def test_a_group_that_is_alone_from_the_beginning_runs_twice() -> None:
-    workers: list[Worker] = [Breaking(0, {"t0"}, is_silent=True)]
-    played = rollouts_of(workers, [])
-    crew = played._processes = Refunded(workers)  # type: ignore[assignment]
-    report = played.run([Task(key="t0", question="")], modes=("plain",), training_step=0)
-    assert [len(job.tasks) for job in workers[0].jobs] == [1, 1]
-    assert (report.faults["environment_fault"], crew.num_charged) == (1, 0)
-
-
-def test_the_calls_of_a_batch_are_divided_when_its_groups_run_one_by_one() -> None:
-    workers: list[Worker] = [Breaking(0, {"t1"}, is_silent=True)]
-    workers[0].num_spent = 2
-    played = rollouts_of(workers, [])
-    played._processes = Refunded(workers)  # type: ignore[assignment]
-    tasks = [Task(key=f"t{number}", question="") for number in range(3)]
-    played.run(tasks, modes=("plain",), training_step=0)
-    assert [job.calls for job in workers[0].jobs] == [(0, 3, 3)] * 2 + [(0, 1, 3), (1, 2, 3), (2, 3, 3)]
-    assert played._num_spent == {0: 4}
-
-
-@pytest.mark.parametrize("num_workers", [1, 3, 8])
-def test_an_evaluation_has_the_same_tasks_in_the_same_order_with_any_number_of_workers(
-    num_workers: int,
-) -> None:
-    tasks = [Task(key=f"game {number}", question=str(number)) for number in range(140)]
-    workers = [Worker(number) for number in range(num_workers)]
-    report = rollouts_of(workers, []).run(tasks, modes=("evaluation",) * 2, training_step=-1)
-    assert [trace.task for trace in report.traces] == tasks
-    assert hash_tasks([trace.task for trace in report.traces]) == hash_tasks(tasks)
-    played = Counter(task.key for worker in workers for job in worker.jobs for task in job.tasks)
-    assert played == dict.fromkeys((task.key for task in tasks), 1)
-    assert {job.training_step for worker in workers for job in worker.jobs} == {-1}
+def test_a_worker_with_another_tool_server_is_refused(tmp_path: Path) -> None:
+    """Another node may have another version of it."""
+    pytest.importorskip("mcp", reason="needs the extra mcp")
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    server = {"type": "mcp", "name": "numbers", "script": "tests/tools/mcp/fake_server.py"}
+    environment = {"type": "tools", "tools": [server], "train": {"path": tmp_path / "rows.jsonl"}}
+    settings = validate(RunSettings, {"environment": environment, "algorithm": {"type": "grpo"}})
+    here = server_digests(settings.environment)
+    assert here["tools.numbers"] == "numbers 1.0" and len(here["tools.numbers.add"]) == 64
+    worker_settings = WorkerSettings(
+        recipe=Recipe.from_settings(settings), vocabulary_size=8, context_length=8, train_tasks=[],
+        buffer=None,
+        servers={**here, "tools.numbers": "numbers 0.9"},
+    )  # fmt: skip
+    message = (
+        r"rollout worker 3 has another environment.tools.numbers \(numbers 1.0\) than .* \(numbers 0.9\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        RolloutWorker(3, str(tmp_path)).build(worker_settings)

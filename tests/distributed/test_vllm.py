@@ -1,56 +1,66 @@
-"""vLLM's own processes behind an engine process of a run, with the real package on the CPU: two shards of a
-tiny model (``tensor_parallel``), adapters that are merged on their way, no barrier between turns, and a
-process of vLLM that dies.
+"""An engine process with the real vLLM on the CPU: two shards of a tiny model (``tensor_parallel``), merged
+adapters, no barrier between turns, and a process of vLLM that dies.
 """
 
-import asyncio
 import importlib.util
 import os
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from outrider.config import validate
+from outrider.distributed import open_cluster, start_rollout_processes
+from outrider.distributed.remote import RemoteProcesses
 from outrider.distributed.weights import Sender, Source
 from outrider.engines.base import Request
 from outrider.errors import ClusterFault, EngineFault
 from outrider.testing import check_engine
 from outrider.trace import Trace
+from outrider.training.components import Components
 from outrider.training.packing import pack
 from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
 from outrider.training.update import rollout_paths
 from tests.distributed import gloo_transfer
 from tests.distributed.command_runs import CommandRuns
-from tests.distributed.test_remote_faults import Crew
 from tests.engines.test_vllm import exact_logprobs
 from tests.tiny import save_tiny_model, tiny_model
 from tests.training.tool_run import TAGS, save_model, write_tool_run
 from tests.training.whole_runs import metrics
-
-if TYPE_CHECKING:
-    from outrider.distributed.ray_session import Session
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
-LIMIT_S = 300.0
+
+
+@dataclass
+class Crew:
+    """The processes of a run that does not train."""
+
+    parts: Components
+    remote: RemoteProcesses
+    num_batches: int = 0
+
+    def play(self) -> list[Trace]:
+        rollouts = self.remote.rollouts(self.parts, training=True, on_finished=lambda done, pending: None)
+        self.num_batches += 1
+        tasks = self.parts.train_tasks[:4]
+        return list(rollouts.run(tasks, modes=("plain",) * 2, training_step=self.num_batches).traces)
 
 
 @pytest.fixture(scope="module")
-def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    from outrider.distributed.actors import RemoteProcesses
-
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
     root = tmp_path_factory.mktemp("vllm")
     settings = validate(
         RunSettings,
@@ -66,26 +76,23 @@ def crew(session: "Session", tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "rollout": {"max_turns": 2, "max_turn_tokens": 8},
             "train": {"tasks_per_step": 4},
             "num_threads": 1,
-            "cluster": {
-                "num_rollout_workers": 2, "tensor_parallel": 2, "batching": "stream", "max_restarts": 20,
-                "heartbeat_s": LIMIT_S, "turn_timeout_s": LIMIT_S, "placement_timeout_s": 60,
-            },
+            "cluster": {"num_rollout_workers": 2, "tensor_parallel": 2, "max_restarts": 20},
         },
-    )  # fmt: skip
-    parts = build(
-        settings,
-        buffer_path=root / "buffer.sqlite",
-        resumed=False,
-        on_tokens=lambda num: None,
-        note=lambda line: None,
-        start_learner=local_learner,
-        start_remote=partial(RemoteProcesses, session=session),
     )
-    assert isinstance(parts.remote, RemoteProcesses)
-    found = Crew(parts, parts.remote)
-    yield found
-    parts.remote.close()
-    parts.factory.close()
+    with open_cluster(settings) as cluster:
+        parts = build(
+            settings,
+            buffer_path=root / "buffer.sqlite",
+            resumed=False,
+            on_tokens=lambda num: None,
+            note=lambda line: None,
+            start_learner=local_learner,
+            start_remote=partial(start_rollout_processes, cluster=cluster, folder=root),
+        )
+        assert isinstance(parts.remote, RemoteProcesses)
+        yield Crew(parts, parts.remote)
+        parts.remote.close()
+        parts.factory.close()
     until = time.monotonic() + 60
     while vllm_processes():
         assert time.monotonic() < until, vllm_processes()
@@ -122,7 +129,7 @@ def gap(crew: Crew, traces: list[Trace]) -> float:
 
 def test_tokens_are_the_trainer_s_before_and_after_new_weights(crew: Crew) -> None:
     assert sorted(vllm_processes().values()).count("VLLM::EngineCore") == 1
-    traces = crew.play(limit_s=LIMIT_S).traces
+    traces = crew.play()
     assert gap(crew, traces) < 1e-3
     learner = crew.parts.learner
     dice = torch.Generator().manual_seed(5)
@@ -134,7 +141,7 @@ def test_tokens_are_the_trainer_s_before_and_after_new_weights(crew: Crew) -> No
     engine = crew.remote.engine
     engine.load(engine.weight_version + 1)
     assert engine.sent["weights/rpcs"] == 1.0 and engine.sent["weights/bytes"] > 10_000
-    renewed = crew.play(limit_s=LIMIT_S).traces
+    renewed = crew.play()
     assert gap(crew, renewed) < 1e-3
     versions = {node.weight_version for trace in renewed for node in trace.nodes if node.trainable}
     assert versions == {engine.weight_version}
@@ -144,23 +151,24 @@ def test_the_contract_of_an_engine(crew: Crew) -> None:
     check_engine(crew.remote.engine)
 
 
-def test_no_turn_waits_for_another_one_s(crew: Crew) -> None:
-    engine, ended = crew.remote.engine, []
+def test_no_turn_waits_for_another_one(crew: Crew) -> None:
+    version = crew.remote.engine.weight_version
+    ended: list[tuple[str, int]] = []
 
-    async def ask(name: str, num_tokens: int) -> None:
+    def play(name: str, num_tokens: int) -> None:
         request = Request(
             request_id=f"{name}/0", token_ids=(5, 6, 7), max_tokens=num_tokens, seed=1, temperature=1.0
         )
-        found = await engine.stream(request)
-        ended.append((name, len(found.token_ids)))
+        [generation] = crew.remote.engines["engine 0"].call("generate", name, [request], version).result()
+        ended.append((name, len(generation.token_ids)))
 
-    async def all_of_them() -> None:
-        long = [asyncio.ensure_future(ask(f"long {number}", 400)) for number in range(3)]
-        for number in range(3):
-            await ask(f"short {number}", 1)
-        await asyncio.gather(*long)
-
-    asyncio.run(all_of_them())
+    threads = [threading.Thread(target=play, args=(f"long {number}", 400)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(3):
+        play(f"short {number}", 1)
+    for thread in threads:
+        thread.join()
     assert [name for name, _ in ended][:3] == ["short 0", "short 1", "short 2"]
     assert max(num for _, num in ended) > 100
 
@@ -176,15 +184,15 @@ def test_weights_of_another_version_are_refused(crew: Crew) -> None:
         engine.weight_version = newest
 
 
-@pytest.mark.parametrize("which", ["VLLM::EngineCore", "ray"])
+@pytest.mark.parametrize("which", ["VLLM::EngineCore", "engine 0"])
 def test_a_process_that_dies_is_replaced_with_all_that_it_started(crew: Crew, which: str) -> None:
     before = vllm_processes()
     cores = [number for number, name in before.items() if name == "VLLM::EngineCore"]
-    os.kill(crew.remote.engine_pids[0] if which == "ray" else cores[0], signal.SIGKILL)
-    traces = crew.play(limit_s=LIMIT_S).traces
+    os.kill(crew.remote.engines[which].pid if which == "engine 0" else cores[0], signal.SIGKILL)
+    traces = crew.play()
     assert gap(crew, traces) < 1e-3
     counts = crew.remote.repairs.pop_counts()
-    assert counts["cluster/engine_deaths"] == 1.0 and counts["rollout/num_groups_replayed"] == 4.0
+    assert counts["cluster/engine_deaths"] == 1.0 and 1.0 <= counts["rollout/num_groups_replayed"] <= 4.0
     until = time.monotonic() + 60
     while before.keys() & vllm_processes().keys():
         assert time.monotonic() < until
@@ -205,7 +213,7 @@ def test_a_run_of_two_steps_from_the_command_line(tmp_path: Path) -> None:
         "train", recipe, "--run", run, "--progress", "plain", "algorithm.type=grpo", "algorithm.group_size=4",
         "engine.type=vllm", "engine.memory=1", "model.lora.rank=2", "optimizer.learning_rate=1e-2",
         "train.num_steps=2", "evaluation.every=0", "evaluation.num_tasks=1", "cluster.num_trainers=2",
-        "cluster.weights=store", "cluster.batching=stream",
+        "cluster.weights=files",
         timeout=600,
     )  # fmt: skip
     first, second = (one for one in metrics(run) if one["kind"] == "train")
@@ -217,8 +225,6 @@ def test_a_run_of_two_steps_from_the_command_line(tmp_path: Path) -> None:
 def test_vllm_s_own_sender_takes_what_the_ranks_give(crew: Crew) -> None:
     """As far as it goes without a GPU: names, types and shapes are those that were told before."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
-
-    from outrider.distributed.weights import Source
 
     model = crew.parts.learner.language_model.model
     source = Source(model, torch.bfloat16)
@@ -273,7 +279,7 @@ def test_the_real_sender_and_receiver_transfer_weights_in_several_buffers(
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        sender = Sender(Source(model.model, torch.float32), client, kind="nccl", rank=0, address=address)
+        sender = Sender(Source(model.model, torch.float32), client, rank=0, address=address)
         dice = torch.Generator().manual_seed(5)
         request = Request(request_id="r", token_ids=(5, 6, 7), max_tokens=8, seed=1)
         for version in (1, 2):
@@ -283,9 +289,9 @@ def test_the_real_sender_and_receiver_transfer_weights_in_several_buffers(
             num_bytes, num_calls = sender.send(version)
             assert num_bytes == 4 * sum(parameter.numel() for parameter in model.model.parameters())
             assert num_bytes > 300_000 and num_calls == 3
-            generation = client.call("stream", request, version)
+            generation = client.ask("stream", request, version)
             exact = exact_logprobs(model, request.token_ids, generation.token_ids)
             assert generation.logprobs == pytest.approx(exact, abs=1e-3)
         with pytest.raises(EngineFault, match="of version"):
-            client.call("stream", request, 1)
+            client.ask("stream", request, 1)
         sender.close()

@@ -20,7 +20,7 @@ SEED = 1
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("staleness", "in_flight"),
+    ("staleness", "is_mixed"),
     [
         (1, False),
         (2, False),
@@ -28,9 +28,9 @@ SEED = 1
         (2, True),
     ],
 )
-def test_it_learns_from_older_tokens(staleness: int, in_flight: bool) -> None:
+def test_it_learns_from_older_tokens(staleness: int, is_mixed: bool) -> None:
     set_threads(1)
-    result = play(rapo(), seed=SEED, staleness=staleness, in_flight=in_flight)
+    result = play(rapo(), seed=SEED, staleness=staleness, is_mixed=is_mixed)
     assert result.expected_return > 0.95 and result.sampled_return > 0.9
 
 
@@ -49,8 +49,8 @@ def test_the_engine_is_as_many_versions_behind(staleness: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
-def test_in_flight_an_episode_meets_newer_weights_and_none_too_old(staleness: int, tmp_path: Path) -> None:
-    run = StaleRun(Toy(seed=0), rapo(), staleness=staleness, folder=tmp_path, in_flight=True)
+def test_an_episode_meets_newer_weights_and_none_too_old(staleness: int, tmp_path: Path) -> None:
+    run = StaleRun(Toy(seed=0), rapo(), staleness=staleness, folder=tmp_path, is_mixed=True)
     spans = set()
     for step in range(4):
         traces = run.scheduler(training=True).run(run.tasks, modes=("plain",) * 2, training_step=step).traces

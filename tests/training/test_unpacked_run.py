@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docsite.models import ARCHITECTURES
@@ -37,13 +38,13 @@ def test_two_steps_move_the_weights_and_a_killed_run_ends_in_the_same_bits(
 
 
 def test_several_trainer_ranks_are_one_line(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
     from outrider.distributed.learner import ShardedLearner
 
+    cluster: Any = None  # no process is started
     ARCHITECTURE["LFM2"].save(tmp_path)
     tree = {
         "model": {"name": str(tmp_path), "precision": "float32", "forward": ARCHITECTURE["LFM2"].forward},
         "environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": {"num_trainers": 2},
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"^cluster\.num_trainers = 2 needs a model that runs packed; "):
-        ShardedLearner(validate(RunSettings, tree), initial=True)
+        ShardedLearner(validate(RunSettings, tree), cluster, initial=True)

@@ -72,10 +72,10 @@ class PrefixSettings(Settings):
                 "algorithm.prefix replays steps of an expert, and these tasks replay differently: "
                 f"{', '.join(refused)}; leave them out, or remove [algorithm.prefix]"
             )
-        if run.cluster.in_flight:
+        if run.cluster.max_staleness > 1:
             raise ValueError(
-                "algorithm.prefix goes without cluster.in_flight: a group has to end before the next prefix "
-                "of its task is known"
+                "algorithm.prefix goes without cluster.max_staleness above 1: a group has to end before "
+                "the next prefix of its task is known"
             )
 
 

@@ -10,16 +10,18 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from outrider.algorithms.base import Algorithm
 from outrider.config import validate
-from outrider.distributed import remote_rollouts, sharded_learner
+from outrider.distributed import open_cluster, start_ranks, start_rollout_processes
 from outrider.distributed.engines import probes
-from outrider.distributed.ray_session import Session, on_node
-from outrider.distributed.weights import Carrier, ObjectStore
+from outrider.distributed.processes import SHARED_MEMORY
+from outrider.distributed.weights import file_crc
 from outrider.doctor import Check, report
 from outrider.errors import ClusterFault
 from outrider.printing import plural
@@ -29,123 +31,104 @@ from outrider.training.settings import RunSettings
 from outrider.training.setup import build, local_learner
 from outrider.types import Message, Origin, Outcome, Task
 
-_BLOB_BYTES: Final = 128 * 2**20
+_FILE_BYTES: Final = 128 * 2**20
 _WAIT_S: Final = 30.0
 _TOLERANCE: Final = 1e-5  # of the gradient's norm: a wrong factor is off by a third at least
 _PACKAGES: Final = ("ray", "torch", "transformers", "outrider")
 
 
 def examine_cluster(*, ray_address: str, folder: Path) -> int:
-    """Print a line a part; 1 where something does not work, else 0. ``folder`` is where runs will be."""
-    cluster_checks = _ClusterChecks(ray_address, folder)
+    """Print a line per part; returns 1 if a part does not work, else 0. ``folder`` is where runs will be."""
+    checks = _ClusterChecks(ray_address, folder)
     restart = "the same packages on every machine"
-    checks = [
-        ("ray", cluster_checks.ray, "pip install 'outrider[cluster]'; start Ray on the machines first"),
-        ("nodes", cluster_checks.nodes, restart),
-        (
-            "shared folder",
-            cluster_checks.shared_folder,
-            "runs and models belong on storage that all machines see",
-        ),
-        ("shared memory", cluster_checks.shared_memory, "a larger /dev/shm: Ray's object store is there"),
-        ("object store", cluster_checks.object_store, "see the network between the machines"),
-        ("gradient of 2 ranks", cluster_checks.gradient, restart),
-        ("weights and log-probs of 2 engines", cluster_checks.engines, restart),
+    rows = [
+        ("ray", checks.ray, "pip install 'outrider[cluster]'; start Ray on the machines first"),
+        ("nodes", checks.nodes, restart),
+        ("shared folder", checks.shared_folder, "runs and models belong on storage that all machines share"),
     ]
-    try:
-        return report(
-            [Check(name=name, look=look, advice=advice, required=True) for name, look, advice in checks],
-            title="outrider doctor --cluster",
-        )
-    finally:
-        cluster_checks.close()
+    if ray_address == "local":
+        rows = [
+            ("shared memory", checks.shared_memory, "a larger /dev/shm: weights for the engines are there")
+        ]
+    rows += [
+        ("gradient of 2 ranks", checks.gradient, restart),
+        ("weights and log-probs of 2 engines", checks.engines, restart),
+    ]
+    return report(
+        [Check(name=name, look=look, advice=advice, required=True) for name, look, advice in rows],
+        title="outrider doctor --cluster",
+    )
 
 
 class _ClusterChecks:
-    """The checks; the first ones share a Ray, the last two start what a run starts."""
+    """The checks; the last two start the processes of a run."""
 
     def __init__(self, ray_address: str, folder: Path) -> None:
         self._address, self._folder = ray_address, folder
-        self._session: Session | None = None
-        self._node_reports: list[Mapping[str, Any]] = []
+        self._nodes: list[Mapping[str, Any]] = []
 
     def ray(self) -> str:
-        """Start or join it, and look at every node."""
-        settings = _settings(Path(), self._address)
-        self._session = Session(settings.cluster)
-        ray = self._session.ray
-        marker = self._folder / f".outrider-doctor-{uuid.uuid4().hex}"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        marker.write_text(marker.name)
-        try:
-            carrier = ObjectStore(ray)
-            blob = carrier.put(random.Random(0).randbytes(_BLOB_BYTES))
-            reports = [
-                ray.remote(num_cpus=0, scheduling_strategy=on_node(node["NodeID"]))(_inspect_node).remote(
-                    str(marker.resolve()), carrier, [blob]
-                )
-                for node in ray.nodes()
-                if node["Alive"]
-            ]
-            self._node_reports = ray.get(reports, timeout=settings.cluster.placement_timeout_s)
-        finally:
-            marker.unlink()
-        cpus = ray.cluster_resources().get("CPU", 0)
-        return (
-            f"{ray.__version__}, {plural(len(self._node_reports), 'node')}, "
-            f"{plural(cpus, 'processor')} for actors"
-        )
+        """Join the Ray, and examine every node."""
+        from outrider.distributed.nodes import RayCluster
 
-    def _nodes(self) -> list[Mapping[str, Any]]:
-        if not self._node_reports:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        marker = self._folder / f".outrider-doctor-{uuid.uuid4().hex}"
+        with open_cluster(_settings(Path(), self._address)) as cluster:
+            assert isinstance(cluster, RayCluster)
+            try:
+                marker.write_bytes(random.Random(0).randbytes(_FILE_BYTES))
+                self._nodes = cluster.on_every_node(
+                    _inspect_node, str(marker.resolve()), file_crc(marker), _PACKAGES
+                )
+            finally:
+                marker.unlink(missing_ok=True)
+        return f"{_versions(_PACKAGES)['ray']}, {plural(len(self._nodes), 'node')}"
+
+    def _require_nodes(self) -> list[Mapping[str, Any]]:
+        if not self._nodes:
             raise ClusterFault("Ray was not reached")
-        return self._node_reports
+        return self._nodes
 
     def nodes(self) -> str:
-        """Whether all have the packages of this process."""
-        own = _versions()
-        for node in self._nodes():
+        """Check that all nodes have the packages of this process."""
+        own = _versions(_PACKAGES)
+        for node in self._require_nodes():
             if node["versions"] != own:
                 raise ClusterFault(f"{node['host']} has {node['versions']}, this process {own}")
         return ", ".join(f"{name} {version}" for name, version in own.items())
 
     def shared_folder(self) -> str:
-        """Whether all see a file that was written here."""
-        if blind := [str(node["host"]) for node in self._nodes() if not node["sees"]]:
-            raise ClusterFault(f"{self._folder.resolve()} is not seen by {', '.join(blind)}")
-        return str(self._folder.resolve())
+        """Check that all nodes can read a file that was written here."""
+        nodes = self._require_nodes()
+        if missing := [str(node["host"]) for node in nodes if node["seconds"] is None]:
+            raise ClusterFault(f"{self._folder.resolve()} is not the same folder on {', '.join(missing)}")
+        rate = min(_FILE_BYTES / 1e6 / max(node["seconds"], 1e-9) for node in nodes)
+        return f"{self._folder.resolve()}, read at {rate:,.0f} MB/s or more"
 
     def shared_memory(self) -> str:
-        """The least that is free."""
-        least = min(self._nodes(), key=lambda node: int(node["shm"]))
-        if least["shm"] < 2 * _BLOB_BYTES:
-            raise ClusterFault(f"{least['host']}: {least['shm'] / 1e9:.2f} GB of /dev/shm are free")
-        return f"{least['shm'] / 1e9:.1f} GB free on {least['host']}"
-
-    def object_store(self) -> str:
-        """Megabytes a second of one object to every node."""
-        rates = [_BLOB_BYTES / 1e6 / max(node["seconds"], 1e-9) for node in self._nodes()]
-        return f"{min(rates):,.0f} MB/s at least"
+        """Measure the free space."""
+        free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+        if free < 2 * _FILE_BYTES:
+            raise ClusterFault(f"{free / 1e9:.2f} GB of {SHARED_MEMORY} are free")
+        return f"{free / 1e9:.1f} GB free"
 
     def gradient(self) -> str:
         """The norm of a gradient by two ranks and by one process."""
-        self.close()
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder))
-            norms = []
-            for num_trainers in (1, 2):
-                settings = _settings(Path(folder), self._address, num_trainers=num_trainers)
-                start = local_learner if num_trainers == 1 else sharded_learner
-                learner = start(settings, initial=False)
-                try:
-                    groups = [_group(number) for number in range(4)]
-                    result = learner.update(
-                        groups, _MinimalAlgorithm(settings), on_batch=lambda num_tokens: None
-                    )
-                    # missing if the step was skipped
-                    norms.append(result.metrics.get("grad/norm", math.nan))
-                finally:
-                    learner.close()
+        norms = []
+        with self._model() as folder:
+            settings = _settings(folder, self._address, num_trainers=2)
+            with open_cluster(settings) as cluster:
+                for start in (local_learner, partial(start_ranks, cluster=cluster)):
+                    learner = start(settings, initial=False)
+                    try:
+                        groups = [_group(number) for number in range(4)]
+                        result = learner.update(
+                            groups, _MinimalAlgorithm(settings), on_batch=lambda num_tokens: None
+                        )
+                        # missing if the step was skipped
+                        norms.append(result.metrics.get("grad/norm", math.nan))
+                    finally:
+                        learner.close()
         deviation = abs(norms[1] / norms[0] - 1.0)
         if not deviation < _TOLERANCE:
             raise ClusterFault(f"its norm is {norms[1]:.6g}, and {norms[0]:.6g} in one process")
@@ -153,36 +136,40 @@ class _ClusterChecks:
 
     def engines(self) -> str:
         """A transfer with its checksum, and tokens of each engine against the trainer's log-probs."""
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder))
-            settings = _settings(Path(folder), self._address, num_engines=2, weights="store")
+        with self._model() as folder:
+            settings = _settings(folder, self._address, num_engines=2)
             start_time = time.perf_counter()
-            parts = build(
-                settings, buffer_path=Path(folder) / "buffer.sqlite", resumed=False,
-                on_tokens=lambda num_tokens: None, note=lambda line: None, start_remote=remote_rollouts,
-            )  # fmt: skip
-            try:
-                assert parts.remote is not None
-                started_s = time.perf_counter() - start_time
-                parts.engine.load(1)
-                result = parts.learner.update(
-                    [], parts.algorithm, on_batch=lambda num_tokens: None, version=1,
-                    probes=probes(parts.engine, _group(0), num=2),
+            with open_cluster(settings) as cluster:
+                parts = build(
+                    settings, buffer_path=folder / "buffer.sqlite", resumed=False,
+                    on_tokens=lambda num_tokens: None, note=lambda line: None,
+                    start_remote=partial(start_rollout_processes, cluster=cluster, folder=folder),
                 )  # fmt: skip
-            finally:
-                if parts.remote is not None:
+                assert parts.remote is not None
+                try:
+                    started_s = time.perf_counter() - start_time
+                    parts.engine.load(1)
+                    result = parts.learner.update(
+                        [], parts.algorithm, on_batch=lambda num_tokens: None, version=1,
+                        probes=probes(parts.engine, _group(0), num=2),
+                    )  # fmt: skip
+                finally:
                     parts.remote.close()
-                parts.factory.close()
+                    parts.factory.close()
         mismatch = result.metrics["gap/logprob_max"]
         if not mismatch < 1e-3:
             raise ClusterFault(f"an engine's log-probs are {mismatch:.2g} nats off the trainer's")
         return f"started in {started_s:.1f} s, {mismatch:.0e} nats off at most"
 
-    def close(self) -> None:
-        """End the Ray that was started here; may be called twice."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+    @contextmanager
+    def _model(self) -> Iterator[Path]:
+        """Yield a temporary folder with a tiny model, below the folder of runs with a Ray, whose nodes read
+        it.
+        """
+        parent = None if self._address == "local" else self._folder.resolve()
+        with tempfile.TemporaryDirectory(prefix=".outrider-doctor-", dir=parent) as folder:
+            save_model(Path(folder))
+            yield Path(folder)
 
 
 class _MinimalAlgorithm(Algorithm):
@@ -192,25 +179,19 @@ class _MinimalAlgorithm(Algorithm):
         self.objective = settings.algorithm
 
 
-def _inspect_node(marker: str, carrier: Carrier, blobs: Sequence[Any]) -> dict[str, Any]:
-    """On a node: what is there, and how long an object takes. In a list, so that Ray does not fetch it
-    before.
-    """
+def _inspect_node(marker: str, checksum: int, packages: Sequence[str]) -> dict[str, Any]:
+    """Return the packages of a node, and the seconds in which it reads a file; None if it cannot."""
     start_time = time.perf_counter()
-    assert all(len(carrier.get(blob)) == _BLOB_BYTES for blob in blobs)
-    seconds = time.perf_counter() - start_time
-    path = Path(marker)
+    is_same = Path(marker).is_file() and file_crc(marker) == checksum
     return {
         "host": socket.gethostname(),
-        "versions": _versions(),
-        "sees": path.is_file() and path.read_text() == path.name,
-        "shm": shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0,
-        "seconds": seconds,
+        "versions": _versions(packages),
+        "seconds": time.perf_counter() - start_time if is_same else None,
     }
 
 
-def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _PACKAGES}
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in packages}
 
 
 def _settings(model: Path, ray_address: str, **cluster: Any) -> RunSettings:
@@ -223,12 +204,7 @@ def _settings(model: Path, ray_address: str, **cluster: Any) -> RunSettings:
             # the groups' log-probs are drawn: no engine wrote them
             "update": {"max_logprob_gap": 1e9},
             "num_threads": 1,
-            "cluster": {
-                "ray_address": ray_address,
-                "update_timeout_s": 300.0,
-                "placement_timeout_s": _WAIT_S,
-                **cluster,
-            },
+            "cluster": {"ray_address": ray_address, "placement_timeout_s": _WAIT_S, **cluster},
         },
     )
 

@@ -17,12 +17,14 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
         "outrider doctor --cluster --folder runs",
     )
     parser.add_argument("--model", help="load this model: print how it is computed, and why")
-    parser.add_argument("--cluster", action="store_true", help="check Ray, nodes, ranks and engines instead")
+    parser.add_argument(
+        "--cluster", action="store_true", help="check ranks, engines and, with an address, Ray"
+    )
     parser.add_argument(
         "--ray-address",
         default="local",
         metavar="ADDRESS",
-        help="with --cluster: local, auto, or the address of a running Ray (default: local)",
+        help="with --cluster: this machine (local), auto, or the address of a running Ray (default: local)",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs"), help="with --cluster: where runs will be (default: runs)"
@@ -81,9 +83,9 @@ def add_init(parser: argparse.ArgumentParser) -> None:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     if parsed.cluster:
-        from outrider.distributed import require_packages
+        from outrider.distributed import require_torch
 
-        require_packages()
+        require_torch()
         from outrider.commands.cluster_doctor import examine_cluster
 
         return examine_cluster(ray_address=parsed.ray_address, folder=parsed.folder)

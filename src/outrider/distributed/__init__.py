@@ -1,43 +1,69 @@
-"""Runs on several processes (extra ``cluster``): Ray actors, with weights sharded by FSDP2.
+"""Runs on several processes: trainer ranks, engines and rollout workers, on this machine or on those of a
+Ray.
 
-Only this package imports ray. Its requirements are checked before a model is loaded.
+:mod:`outrider.distributed.processes` starts and calls them. Weights are sharded by FSDP2. Only
+:mod:`outrider.distributed.nodes` imports ray. Requirements are checked before a model is loaded.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import ConfigError
-from outrider.training.learner import Learner
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
 
 if TYPE_CHECKING:
-    from outrider.distributed.actors import RemoteProcesses
+    from outrider.distributed.processes import Cluster
+    from outrider.distributed.remote import RemoteProcesses
+    from outrider.training.learner import Learner
 
 
-def sharded_learner(settings: RunSettings, *, initial: bool) -> Learner:
-    """Start Ray and the trainer ranks. Raises ConfigError without Ray or with a torch that is too old."""
-    require_packages()
+def open_cluster(settings: RunSettings) -> "Cluster":
+    """Start the fork server of this machine, or join a Ray. Raises ConfigError without Ray."""
+    if settings.cluster.ray_address == "local":
+        from outrider.distributed.processes import Cluster
+
+        return Cluster(settings.cluster)
+    require_ray(f"cluster.ray_address = {settings.cluster.ray_address} needs")
+    from outrider.distributed.nodes import RayCluster
+
+    return RayCluster(settings.cluster)
+
+
+def start_ranks(settings: RunSettings, *, cluster: "Cluster", initial: bool) -> "Learner":
+    """Start the trainer ranks of a run. Raises ConfigError with a torch that is too old."""
+    require_torch()
     from outrider.distributed.learner import ShardedLearner
 
-    return ShardedLearner(settings, initial=initial)
+    return ShardedLearner(settings, cluster, initial=initial)
 
 
-def remote_rollouts(
-    settings: RunSettings, learner: Learner, *, folder: Path, allowance: Allowance | None = None
+def start_rollout_processes(
+    settings: RunSettings,
+    learner: "Learner",
+    *,
+    cluster: "Cluster",
+    folder: Path,
+    allowance: Allowance | None = None,
 ) -> "RemoteProcesses":
-    """Start Ray, unless the learner has started it, and the engines. Raises ConfigError without Ray."""
-    require_ray("cluster.num_engines, num_rollout_workers and weights need")
-    from outrider.distributed.actors import RemoteProcesses
-
-    if not settings.has_ranks:
-        return RemoteProcesses(settings, learner, folder=folder, allowance=allowance)
+    """Start the engines and the rollout workers of a run."""
     from outrider.distributed.learner import ShardedLearner
+    from outrider.distributed.remote import RemoteProcesses
 
-    assert isinstance(learner, ShardedLearner)
-    return RemoteProcesses(
-        settings, learner, folder=folder, allowance=allowance, session=learner.session, ranks=learner
-    )
+    ranks = learner if isinstance(learner, ShardedLearner) else None
+    return RemoteProcesses(settings, learner, cluster, folder=folder, allowance=allowance, ranks=ranks)
+
+
+def starters(settings: RunSettings, cluster: "Cluster") -> dict[str, Callable[..., object]]:
+    """Return the arguments of :func:`outrider.training.setup.run_training` for a run on several processes."""
+    found: dict[str, Callable[..., object]] = {}
+    if settings.has_ranks:
+        found["start_learner"] = partial(start_ranks, cluster=cluster)
+    if settings.cluster.is_remote:
+        found["start_remote"] = partial(start_rollout_processes, cluster=cluster)
+    return found
 
 
 def require_ray(subject: str) -> None:
@@ -48,9 +74,8 @@ def require_ray(subject: str) -> None:
         raise ConfigError(f"{subject} Ray: pip install 'outrider[cluster]'") from error
 
 
-def require_packages() -> None:
-    """Raise ConfigError with the missing package."""
-    require_ray("cluster.num_trainers above 1 needs")
+def require_torch() -> None:
+    """Raise ConfigError for a torch without the parts of FSDP2 that trainer ranks use."""
     try:
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter  # noqa: F401
         from torch.distributed.fsdp import FSDPModule

@@ -1,23 +1,26 @@
-"""Engines in their own processes: actors, the engine that represents all of them, and probes of their
-weights.
+"""Engines in their own processes, the engine of a group that calls one of them, the pool that sends new
+weights to all of them, and probes of their weights.
 """
 
 import asyncio
 import os
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from outrider.distributed.ray_session import AGAIN, Recipe, convert_error, results, timeout_error
-from outrider.distributed.weights import Carrier, Parcel, drop, engine_weights, pack, unpack
-from outrider.engines.base import Engine, EngineContext, EngineSettings, Generation, Request, VllmSettings
+from outrider.distributed.processes import AGAIN, PROGRESS, Process
+from outrider.distributed.recipe import Recipe
+from outrider.distributed.weights import Parcel, WeightFiles, engine_weights, read
+from outrider.engines.base import Engine, EngineContext, Generation, Request, VllmSettings
 from outrider.engines.local.model import (
-    LanguageModel,
     load_model,
     longest_context,
     resolve_model,
@@ -36,14 +39,12 @@ from outrider.training.policy import export, set_threads
 from outrider.types import Message, Origin, Outcome
 
 if TYPE_CHECKING:
-    from outrider.distributed.learner import ShardedLearner
+    from outrider.distributed.remote import RemoteProcesses
 
 
 _NUM_PROBE_TOKENS: Final = 16
-_ALL_CLIENTS: Final = ""
+_PAUSE_S: Final = 0.005
 _SHARE_ALONE: Final = 0.9  # of a GPU that only the engine uses
-
-ResultT = TypeVar("ResultT")
 
 
 def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
@@ -91,19 +92,22 @@ def probes(engine: Engine, trace: Trace, *, num: int) -> list[Trace]:
     return traces
 
 
-class EngineActor:
-    """A process with all weights and engines over them; no request is accepted before :meth:`load`.
+class EngineProcess:
+    """A process with all weights and an engine over them; no request is accepted before :meth:`load`.
 
-    An exact engine (``is_exact``) is built once per client, with its own keys and values, so that results do
-    not depend on the timing of other clients' requests. The model is shared.
+    A request names its group, or no group. Requests of a group are batches of their own, with their own keys
+    and values, so that the group's results do not depend on others. Requests without a group that arrive
+    while the engine generates are its next batch.
     """
 
-    def __init__(self, recipe: Recipe, number: int, folder: str, carrier: Carrier) -> None:
-        self._recipe, self._number, self._carrier = recipe, number, carrier
+    def __init__(self, recipe: Recipe, number: int, folder: str) -> None:
+        self._recipe, self._number = recipe, number
         self._folder = Path(folder) / f"engine-{number}"
         self._version: int | None = None
-        self._engines: dict[str, Engine] = {}
-        self._model: LanguageModel | None = None
+        self._groups: dict[str, Engine] = {}
+        self._ended: set[str] = set()  # groups; a turn of a lost worker may come later
+        self._lock = threading.Lock()  # of the model
+        self._waiting: list[tuple[Sequence[Request], Future[list[Generation]]]] = []
         self._busy_s = 0.0
 
     def build(self) -> tuple[int, int]:
@@ -117,65 +121,11 @@ class EngineActor:
         if settings.engine.is_exact:
             choose_trained(self._model.model, lora=settings.model.lora, trained_layers=None)
         self._model.model.requires_grad_(False)
-        return os.getpid(), self._engine("").context_length
+        self._engine = self._new_engine()
+        return os.getpid(), self._engine.context_length
 
-    def load(self, parcel: Parcel) -> tuple[int, int]:
-        """Load new weights and clear all caches; returns version and checksum. Raises ClusterFault for
-        weights older than the current ones.
-        """
-        assert self._model is not None
-        require_newer(self._number, self._version, parcel.version)
-        self._version = None  # no request is accepted while they are incomplete
-        model = self._model.model
-        own = plain_names(model) | dict(model.named_parameters())
-        checksum = unpack(parcel, own, carrier=self._carrier)
-        for engine in self._engines.values():
-            engine.load(parcel.version)
-        self._version = parcel.version
-        return parcel.version, checksum
-
-    def generate(
-        self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
-    ) -> list[Generation]:
-        """Sample for a client. Raises ClusterFault unless the weights are of ``version``, or newer with
-        ``or_newer``.
-        """
-        if or_newer and self._version is not None:
-            version = max(version, self._version)
-        require_version(self._number, self._version, version)
-        began = time.perf_counter()
-        try:
-            generations = self._engine(client).generate(requests)
-        finally:
-            self._busy_s += time.perf_counter() - began
-        if wrong := {generation.weight_version for generation in generations} - {version}:
-            raise ClusterFault(
-                f"engine {self._number} sampled tokens of version {wrong.pop()} instead of {version}"
-            )
-        return generations
-
-    def clear(self, client: str) -> None:
-        """Clear the caches of a client, so that a repeated request gives the same bits as the first one."""
-        if self._settings.engine.is_exact:
-            self._engines.pop(client, None)
-
-    def busy_s(self) -> float:
-        """Return the total seconds in :meth:`generate`."""
-        return self._busy_s
-
-    def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        self._engine(client).release(cache_keys)
-
-    def free_cache(self) -> None:
-        for engine in self._engines.values():
-            engine.free_cache()
-
-    def _engine(self, client: str) -> Engine:
-        name = client if self._settings.engine.is_exact else ""
-        if name in self._engines:
-            return self._engines[name]
+    def _new_engine(self) -> Engine:
         settings, model = self._settings, self._model
-        assert model is not None
         context = EngineContext(
             language_model=model,
             export=lambda folder: export(model, folder, check=False),
@@ -184,234 +134,125 @@ class EngineActor:
             precision=resolve_precision(settings.model.precision, settings.model.device),
             device=settings.model.device,
             seed=settings.seed,
-            on_tokens=lambda num_tokens: None,
+            on_tokens=PROGRESS.advance,
         )
-        engine = cast(Engine, plugins.build("engines", settings.engine, context))
-        if self._version is not None:
-            engine.load(self._version)
-        self._engines[name] = engine  # only now: an engine whose load failed must not serve requests
-        return engine
+        return cast(Engine, plugins.build("engines", settings.engine, context))
 
-
-class RemoteEngine:
-    """All engine processes as one engine, for one client.
-
-    A group's rollouts stay with one engine, because of their keys and values; groups are assigned in turn, in
-    the order of their first requests. Raises EngineFault like any engine, and ClusterFault if an engine is
-    lost or has other weights than ``weight_version`` (or newer ones with ``or_newer``).
-    """
-
-    or_newer: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        ray: Any,
-        actors: Sequence[Any],
-        *,
-        client: str,
-        tokenizer: Tokenizer,
-        context_length: int,
-        timeout_s: float,
-        first: int = 0,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.context_length = context_length
-        self.weight_version = 0
-        self._ray, self._actors, self._client, self._timeout_s = ray, list(actors), client, timeout_s
-        self._first = self._next = first  # clients start at different engines
-        self._homes: dict[str, int] = {}  # group -> engine
-        self._known_busy_s = [0.0] * len(actors)  # by engine, at the last request
-        self._before_s = [0.0] * len(actors)  # by engine, of its predecessors
-
-    def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        """Sample all requests on the engines concurrently."""
-        parts: dict[int, list[int]] = {}
-        for index, request in enumerate(requests):
-            parts.setdefault(self._engine_index(request), []).append(index)
-        calls = {
-            _engine_name(number): self._actors[number].generate.remote(
-                self._client, [requests[index] for index in indices], self.weight_version
-            )
-            for number, indices in parts.items()
-        }
-        generations: dict[int, Generation] = {}
-        for indices, answers in zip(parts.values(), self._wait(calls, "generate"), strict=True):
-            generations |= zip(indices, answers, strict=True)
-        return [generations[index] for index in range(len(requests))]
-
-    async def stream(self, request: Request) -> Generation:
-        number = self._engine_index(request)
-        call = self._actors[number].stream.remote(request, self.weight_version, self.or_newer)
-        action = "generate"
-        try:
-            generation: Generation = await asyncio.wait_for(
-                asyncio.wrap_future(call.future()), self._timeout_s
-            )
-        except TimeoutError as error:
-            name, setting = _engine_name(number), "cluster.turn_timeout_s"
-            raise timeout_error(name, action, self._timeout_s, setting) from error
-        except Exception as error:
-            raise convert_error(self._ray, error, _engine_name(number), action) from error
-        return generation
-
-    def _engine_index(self, request: Request) -> int:
-        group = (request.cache_key or request.request_id).rpartition("/")[0]
-        if group not in self._homes:
-            self._homes[group] = self._next % len(self._actors)
-            self._next += 1
-        return self._homes[group]
-
-    def release(self, cache_keys: Sequence[str]) -> None:
-        # without waiting for the engines
-        homes: dict[int, list[str]] = {}
-        for key in cache_keys:
-            if (number := self._homes.get(key.rpartition("/")[0])) is not None:
-                homes.setdefault(number, []).append(key)
-        for number, keys in homes.items():
-            self._actors[number].release.remote(self._client, keys)
-
-    def free_cache(self) -> None:
-        # Waits for the engines: one that did it between two turns would compute the second turn's context
-        # differently, with different last bits.
-        self._call_all("free_cache")
-
-    def put(self, number: int, actor: Any) -> None:
-        """Replace engine ``number``. Its busy seconds since the last request are lost."""
-        self._actors[number] = actor
-        self._before_s[number] += self._known_busy_s[number]
-        self._known_busy_s[number] = 0.0
-
-    def clear(self) -> None:
-        """Clear the caches of this client, after a failed batch."""
-        self._call_all("clear", self._client)
-
-    def busy_s(self) -> float:
-        """Return the total seconds of generation: mean over engines."""
-        self._known_busy_s = [float(seconds) for seconds in self._call_all("busy_s")]
-        return sum(self._known_busy_s + self._before_s) / len(self._actors)
-
-    def load(self, version: int) -> None:
-        """Request only this version from now on. The assignment of groups to engines starts anew, so that no
-        batch depends on earlier ones.
+    def load(self, parcel: Parcel) -> int:
+        """Load new weights and clear all caches; returns the bytes read. Raises ClusterFault for weights
+        older than the current ones.
         """
-        self.weight_version = version
-        self._next, self._homes = self._first, {}
+        with self._lock:
+            require_newer(self._number, self._version, parcel.version)
+            before, self._version = self._version, None  # no request is accepted while they are incomplete
+            model = self._model.model
+            own = plain_names(model) | dict(model.named_parameters())
+            num_bytes = read(parcel, own, version=before)
+            for engine in (self._engine, *self._groups.values()):
+                engine.load(parcel.version)
+            self._version = parcel.version
+        return num_bytes
 
-    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        calls = {
-            _engine_name(number): getattr(actor, method).remote(*arguments)
-            for number, actor in enumerate(self._actors)
-        }
-        return self._wait(calls, method)
-
-    def _wait(self, calls: Mapping[str, Any], action: str) -> list[Any]:
-        return results(
-            self._ray, calls, action=action, limit_s=self._timeout_s, setting="cluster.turn_timeout_s"
-        )
-
-
-def require_version(number: int, current: int | None, requested: int) -> None:
-    """Raise ClusterFault if an engine has other weights than requested."""
-    if current != requested:
-        description = "no weights yet" if current is None else f"weights of version {current}"
-        raise ClusterFault(
-            f"engine {number} has {description}, and version {requested} was requested; {AGAIN}"
-        )
-
-
-def require_newer(number: int, current: int | None, sent: int) -> None:
-    """Raise ClusterFault if an engine receives older weights than it has."""
-    if current is not None and sent < current:
-        raise ClusterFault(f"engine {number} has weights of version {current}, and was sent {sent}")
-
-
-def _engine_name(number: int) -> str:
-    return f"engine {number}"
-
-
-class StreamEngineActor:
-    """An :class:`EngineActor` that accepts single requests: those that arrive while it generates are its next
-    batch. Its methods run in a thread, one at a time; all workers are one client.
-    """
-
-    def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
-        self._inner = EngineActor(recipe, number, str(folder), carrier)
-        self._lock = asyncio.Lock()
-        self._waiting: list[tuple[Request, int, bool, asyncio.Future[Generation]]] = []
-        self._serving: asyncio.Task[None] | None = None
-
-    async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
-        """Sample one request. Raises the exceptions of :meth:`EngineActor.generate`."""
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, version, or_newer, future))
-        if self._serving is None:
-            self._serving = asyncio.create_task(self._serve())
-        return await future
-
-    async def _serve(self) -> None:
-        while self._waiting:
-            entries, self._waiting = self._waiting, []
-            newest = max(entry[1] for entry in entries)
-            for version, or_newer in sorted(
-                {(newest if entry[2] else entry[1], entry[2]) for entry in entries}
-            ):
-                batch = [
-                    (request, future)
-                    for request, own, newer, future in entries
-                    if newer == or_newer and (newer or own == version)
-                ]
-                try:
-                    generations = await self._call(
-                        self._inner.generate,
-                        _ALL_CLIENTS,
-                        [request for request, _ in batch],
-                        version,
-                        or_newer,
-                    )
-                except Exception as error:  # raised in every waiting request
-                    for _, future in batch:
-                        future.set_exception(error)
-                else:
-                    for (_, future), generation in zip(batch, generations, strict=True):
-                        future.set_result(generation)
-        self._serving = None
-
-    async def _call(self, method: Any, *arguments: Any) -> Any:
-        async with self._lock:
-            return await asyncio.to_thread(method, *arguments)
-
-    async def build(self) -> tuple[int, int]:
-        result: tuple[int, int] = await self._call(self._inner.build)
+    def generate(
+        self,
+        group: str | None,
+        requests: Sequence[Request],
+        version: int,
+        or_newer: bool = False,
+        released: Sequence[str] = (),
+    ) -> list[Generation]:
+        """Sample, after a group's keys and values named ``released`` are dropped. Raises ClusterFault unless
+        the weights are of ``version``, or newer with ``or_newer``.
+        """
+        if group is not None:
+            with self._lock:
+                if group in self._ended:
+                    raise ClusterFault(f"engine {self._number}: {group} has ended")
+                engine = self._group_engine(group)
+                engine.release(released)
+                return self._sample(engine, requests, version, or_newer=or_newer)
+        generations: Future[list[Generation]] = Future()
+        self._waiting.append((requests, generations))
+        with self._lock:
+            if not generations.done():  # otherwise a batch before had room for these requests, too
+                batch, self._waiting = self._waiting, []
+                self._sample_batch(batch, version, or_newer=or_newer)
+        result = generations.result()
+        if (sampled := result[0].weight_version if result else version) < version:
+            raise ClusterFault(f"engine {self._number} sampled with weights {sampled} instead of {version}")
         return result
 
-    async def load(self, parcel: Parcel) -> tuple[int, int]:
-        result: tuple[int, int] = await self._call(self._inner.load, parcel)
-        return result
+    def _sample_batch(
+        self,
+        batch: Sequence[tuple[Sequence[Request], Future[list[Generation]]]],
+        version: int,
+        *,
+        or_newer: bool,
+    ) -> None:
+        try:
+            requests = [request for each, _ in batch for request in each]
+            sampled = iter(self._sample(self._engine, requests, version, or_newer=or_newer))
+            for each, generations in batch:
+                generations.set_result([next(sampled) for _ in each])
+        except Exception as error:  # raised by every call of the batch
+            for _, generations in batch:
+                if not generations.done():
+                    generations.set_exception(error)
 
-    async def generate(self, client: str, requests: Sequence[Request], version: int) -> list[Generation]:
-        generations: list[Generation] = await self._call(
-            self._inner.generate, _ALL_CLIENTS, requests, version
-        )
+    def _sample(
+        self, engine: Engine, requests: Sequence[Request], version: int, *, or_newer: bool
+    ) -> list[Generation]:
+        current = require_version(self._number, self._version, version, or_newer=or_newer)
+        began = time.perf_counter()
+        try:
+            generations = engine.generate(requests)
+        finally:
+            self._busy_s += time.perf_counter() - began
+            PROGRESS.advance()
+        if wrong := {generation.weight_version for generation in generations} - {current}:
+            raise ClusterFault(
+                f"engine {self._number} sampled tokens of version {wrong.pop()} instead of {current}"
+            )
         return generations
 
-    async def release(self, client: str, cache_keys: Sequence[str]) -> None:
-        await self._call(self._inner.release, _ALL_CLIENTS, cache_keys)
+    def _group_engine(self, group: str) -> Engine:
+        if group not in self._groups:
+            share = getattr(self._engine, "with_own_cache", self._new_engine)
+            engine = share()
+            if self._version is not None and engine.weight_version != self._version:
+                engine.load(self._version)
+            self._groups[group] = engine
+        return self._groups[group]
 
-    async def free_cache(self) -> None:
-        await self._call(self._inner.free_cache)
+    def end_group(self, group: str) -> None:
+        """Drop the keys and values of a group; later requests of it are refused."""
+        with self._lock:
+            self._ended.add(group)
+            self._groups.pop(group, None)
 
-    async def clear(self, client: str) -> None:
-        """Do nothing: the caches are shared, and the same bits are not guaranteed."""
+    def busy_s(self) -> float:
+        """Return the total seconds of generation."""
+        return self._busy_s
 
-    async def busy_s(self) -> float:
-        return self._inner.busy_s()
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Drop keys and values of requests without a group."""
+        with self._lock:
+            self._engine.release(cache_keys)
+
+    def free_cache(self) -> None:
+        with self._lock:
+            self._groups.clear()
+            self._engine.free_cache()
+
+    def close(self) -> None:
+        """Do nothing: the engine has no processes of its own."""
 
 
-class VllmEngineActor:
-    """An engine process with vLLM, which has its own processes; all workers are one client."""
+class VllmProcess:
+    """An engine process with vLLM, which has its own processes and batches all requests."""
 
-    def __init__(self, recipe: Recipe, number: int, folder: str | Path, carrier: Carrier) -> None:
-        self._recipe, self._number, self._carrier = recipe, number, carrier
+    def __init__(self, recipe: Recipe, number: int, folder: str) -> None:
+        self._recipe, self._number = recipe, number
         self._version: int | None = None
         self._may_begin = asyncio.Event()  # cleared while weights are loaded
         self._may_begin.set()
@@ -445,33 +286,24 @@ class VllmEngineActor:
             precision=resolve_precision(model.precision, model.device),
             device=model.device,
             settings=engine,
-            backend=f"outrider-{cluster.weights}" if cluster.sends_directly else "outrider",
+            backend="outrider-nccl" if settings.uses_nccl else "outrider",
             num_gpus=cluster.tensor_parallel,
             sleeps=self._sleeps and model.device != "cpu",
+            on_tokens=PROGRESS.advance,
         )
         return os.getpid(), requests.context_length
 
-    async def load(self, parcel: Parcel) -> tuple[int, int]:
+    async def load(self, parcel: Parcel) -> int:
         require_newer(self._number, self._version, parcel.version)
         # requests wait until the weights are complete
-        self._version = None
-        self._may_begin.clear()
-
-        async def pieces() -> AsyncIterator[bytes]:
-            for handle in parcel.pieces:
-                yield await asyncio.to_thread(self._carrier.get, handle)
-
+        await self._pause()
         try:
             with self._as_cluster_fault():
-                checksum = await self._engine.load(parcel.version, pieces())
-            if checksum != parcel.checksum:
-                raise ClusterFault(
-                    f"the weights of version {parcel.version} did not arrive as they were sent"
-                )
+                await self._engine.load(parcel.version, parcel.path, parcel.checksum)
             self._version = parcel.version
         finally:
             self._may_begin.set()
-        return parcel.version, checksum
+        return Path(parcel.path).stat().st_size
 
     @contextmanager
     def _as_cluster_fault(self) -> Iterator[None]:
@@ -489,9 +321,17 @@ class VllmEngineActor:
         with self._as_cluster_fault():
             await self._engine.meet(info)
 
-    async def begin_update(self) -> None:
+    async def _pause(self) -> None:
+        """Let no request begin, and wait for those that run: vLLM would take one that has begun meanwhile
+        with new weights.
+        """
         self._version = None
         self._may_begin.clear()
+        while self._num_running:
+            await asyncio.sleep(_PAUSE_S)
+
+    async def begin_update(self) -> None:
+        await self._pause()
         with self._as_cluster_fault():
             await self._engine.begin_update()
 
@@ -507,25 +347,23 @@ class VllmEngineActor:
         return version
 
     async def generate(
-        self, client: str, requests: Sequence[Request], version: int, or_newer: bool = False
+        self,
+        group: str | None,
+        requests: Sequence[Request],
+        version: int,
+        or_newer: bool = False,
+        released: Sequence[str] = (),
     ) -> list[Generation]:
         version = await self._await_version(version, or_newer)
         with self._busy():
-            return await stream_all(self._engine, requests, version)
+            generations = await stream_all(self._engine, requests, version)
+        PROGRESS.advance(sum(len(generation.token_ids) for generation in generations))
+        return generations
 
     async def _await_version(self, version: int, or_newer: bool) -> int:
         """Wait until weights are complete and return their version. Raises ClusterFault for a wrong one."""
         await self._may_begin.wait()
-        if or_newer and self._version is not None:
-            version = max(version, self._version)
-        require_version(self._number, self._version, version)
-        return version
-
-    async def stream(self, request: Request, version: int, or_newer: bool = False) -> Generation:
-        """Sample one request. Raises the exceptions of :meth:`generate`."""
-        version = await self._await_version(version, or_newer)
-        with self._busy():
-            return await self._engine.stream(request, version)
+        return require_version(self._number, self._version, version, or_newer=or_newer)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -557,10 +395,10 @@ class VllmEngineActor:
             with self._as_cluster_fault():
                 await self._engine.sleep()
 
-    async def release(self, client: str, cache_keys: Sequence[str]) -> None:
+    async def release(self, cache_keys: Sequence[str]) -> None:
         """Do nothing: vLLM evicts blocks when it needs them."""
 
-    async def clear(self, client: str) -> None:
+    async def end_group(self, group: str) -> None:
         """Do nothing: the caches are shared, and the same bits are not guaranteed."""
 
     async def busy_s(self) -> float:
@@ -572,115 +410,176 @@ class VllmEngineActor:
         self._engine.close()
 
 
-class EnginePool(RemoteEngine):
-    """The engine of the training process: :meth:`load` sends the learner's weights to all engines, and stores
-    them for engines that replace others. ``anew`` replaces a lost process.
+@dataclass(slots=True, kw_only=True)
+class GroupEngine:
+    """The engine of one group: one of the engine processes, with weights of ``weight_version`` or, with
+    ``or_newer``, newer ones.
+
+    ``name`` distinguishes the group from those of the same task in other steps. With ``is_alone``, its
+    batches are its own; otherwise they are shared with other groups. Raises EngineFault like any engine, and
+    ClusterFault if the process is lost or has other weights.
+    """
+
+    process: Process
+    name: str
+    tokenizer: Tokenizer
+    context_length: int
+    weight_version: int
+    is_alone: bool
+    or_newer: bool = False
+    _released: list[str] = field(default_factory=list, init=False)
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        return cast(list[Generation], self._call(requests).result())
+
+    async def stream(self, request: Request) -> Generation:
+        [generation] = await asyncio.wrap_future(self._call([request]))
+        return cast(Generation, generation)
+
+    def _call(self, requests: Sequence[Request]) -> "Future[Any]":
+        scoped = [
+            replace(
+                request,
+                request_id=self._scoped(request.request_id),
+                cache_key=None if request.cache_key is None else self._scoped(request.cache_key),
+            )
+            for request in requests
+        ]
+        group, released, self._released = self.name if self.is_alone else None, self._released, []
+        return self.process.call("generate", group, scoped, self.weight_version, self.or_newer, released)
+
+    def _scoped(self, key: str) -> str:
+        return key if self.is_alone else f"{self.name}/{key}"
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        # without waiting for the engine
+        if self.is_alone:  # with the next requests, because calls may overtake each other
+            self._released += cache_keys
+        elif cache_keys:
+            self.process.call("release", [self._scoped(key) for key in cache_keys])
+
+    def free_cache(self) -> None:
+        """Do nothing: the group's caches are dropped at its end."""
+
+    def load(self, version: int) -> None:
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Drop the group's keys and values."""
+        if self.is_alone:
+            self.process.call("end_group", self.name)
+
+
+def require_version(number: int, current: int | None, requested: int, *, or_newer: bool = False) -> int:
+    """Return the current version. Raises ClusterFault if an engine has other weights than requested."""
+    if current is None or current < requested or (current != requested and not or_newer):
+        description = "no weights yet" if current is None else f"weights of version {current}"
+        raise ClusterFault(
+            f"engine {number} has {description}, and version {requested} was requested; {AGAIN}"
+        )
+    return current
+
+
+def require_newer(number: int, current: int | None, sent: int) -> None:
+    """Raise ClusterFault if an engine receives older weights than it has."""
+    if current is not None and sent < current:
+        raise ClusterFault(f"engine {number} has weights of version {current}, and was sent {sent}")
+
+
+class EnginePool:
+    """All engine processes as the engine of the training process: :meth:`load` sends the newest weights to
+    all of them. Rollouts use a :class:`GroupEngine` each.
+
+    A lost engine is replaced and gets the newest weights.
     """
 
     def __init__(
-        self,
-        learner: Learner,
-        carrier: Carrier,
-        *,
-        settings: EngineSettings,
-        load_s: float,
-        anew: Callable[[ProcessLost, bool], None],
-        **options: Any,
+        self, learner: Learner, processes: "RemoteProcesses", files: WeightFiles, *, context_length: int
     ) -> None:
-        super().__init__(client="controller", **options)
-        self._learner, self._carrier, self._load_s, self._anew = learner, carrier, load_s, anew
-        self._settings = settings
-        self._parcel: Parcel | None = None
+        self.tokenizer: Tokenizer = learner.language_model.tokenizer
+        self.context_length = context_length
+        self.weight_version = 0
         self.sent: dict[str, float] = {}  # metrics of the last transfer
+        self._learner, self._processes, self._files = learner, processes, files
+        self._settings = processes.settings
+        self._numbers = count()  # of requests
+        self._known_busy_s: dict[Process, float] = {}  # at the last request, also of replaced engines
 
     def load(self, version: int) -> None:
-        """Raises ClusterFault if an engine does not confirm the weights in time and cannot be replaced."""
+        """Send the learner's weights. Raises ClusterFault if an engine does not confirm them and cannot be
+        replaced.
+        """
         began = time.perf_counter()
-        self.drop_parcel()
-        weights = engine_weights(self._learner, self._settings)
-        parcel = self._parcel = pack(weights, version=version, carrier=self._carrier)
-        while True:
-            try:
-                self._send(parcel, dict(enumerate(self._actors)))
-                break
-            except ProcessLost as error:
-                self._anew(error, True)  # which also sends the parcel
-        super().load(version)
+        if self._settings.uses_nccl:
+            num_bytes, num_calls = self._processes.send_directly(version)
+            num_bytes *= len(self._processes.engines)
+        else:
+            parcel = self._files.write(engine_weights(self._learner, self._settings.engine), version)
+            num_bytes, num_calls = self._send(parcel), 1
+            self._files.drop_older()
+        self.weight_version = version
         self.sent = {
-            "weights/bytes": float(parcel.num_bytes * len(self._actors)),
-            "weights/rpcs": float(len(self._actors)),
+            "weights/bytes": float(num_bytes),
+            "weights/rpcs": float(num_calls * len(self._processes.engines)),
             "time/weights": time.perf_counter() - began,
         }
+
+    def _send(self, parcel: Parcel) -> int:
+        """Let all engines load the parcel; returns the bytes that they read."""
+        calls = {name: each.call("load", parcel) for name, each in self._processes.engines.items()}
+        answers = self._processes.cluster.wait(calls).values()
+        for answer in answers:
+            if isinstance(answer, ProcessLost):
+                self._processes.repairs.count("weights/num_failed")
+                self._processes.replace(answer)  # which also sends the parcel
+        return sum(answer for answer in answers if not isinstance(answer, ProcessLost))
+
+    def send_newest(self, process: Process) -> None:
+        """Send the newest weights to an engine that replaces another one. Raises ProcessLost."""
+        if self._files.newest is not None:
+            self._processes.cluster.results({process.name: process.call("load", self._files.newest)})
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
-        return self._retrying(partial(super().generate, requests))
+        """Sample the requests, each on another engine in turn. No keys and values are kept."""
+        while True:
+            engines = list(self._processes.engines.values())
+            calls, groups = {}, []
+            for number, request in enumerate(requests):
+                engine, group = engines[number % len(engines)], None
+                if self._settings.has_group_batches:
+                    groups.append((engine, group := f"controller {next(self._numbers)}"))
+                alone = [replace(request, cache_key=None)]
+                calls[f"{number}"] = engine.call("generate", group, alone, self.weight_version)
+            answers = list(self._processes.cluster.wait(calls).values())
+            for engine, group in groups:
+                engine.call("end_group", group)
+            lost = {answer.process: answer for answer in answers if isinstance(answer, ProcessLost)}
+            if not lost:
+                return [generation for answer in answers for generation in answer]
+            for fault in lost.values():
+                self._processes.replace(fault)
+
+    def release(self, cache_keys: Sequence[str]) -> None:
+        """Do nothing: no request stores keys and values here."""
 
     def free_cache(self) -> None:
-        self._retrying(super().free_cache)
+        self._call_all("free_cache")
 
     def busy_s(self) -> float:
-        return self._retrying(super().busy_s)
+        """Return the total seconds of generation: mean over engines, with those that were replaced."""
+        for process, seconds in zip(
+            list(self._processes.engines.values()), self._call_all("busy_s"), strict=True
+        ):
+            self._known_busy_s[process] = float(seconds)
+        return sum(self._known_busy_s.values()) / len(self._processes.engines)
 
-    def _retrying(self, call: Callable[[], ResultT]) -> ResultT:
-        """Repeat a call after replacing a lost engine. Raises ClusterFault if it cannot be replaced."""
+    def _call_all(self, method: str) -> list[Any]:
+        """Call all engines; lost ones are replaced first."""
         while True:
-            try:
-                return call()
-            except ProcessLost as error:
-                self._anew(error, False)
-
-    def put(self, number: int, actor: Any) -> None:
-        """Replace engine ``number`` and send the last weights to the new one."""
-        if self._parcel is not None:
-            self._send(self._parcel, {number: actor})
-        super().put(number, actor)
-
-    def _send(self, parcel: Parcel, actors: Mapping[int, Any]) -> None:
-        answers = results(
-            self._ray,
-            {f"engine {number}": actor.load.remote(parcel) for number, actor in actors.items()},
-            action=f"loading the weights of version {parcel.version}",
-            limit_s=self._load_s,
-            setting="cluster.update_timeout_s",
-        )
-        if wrong := [str(answer) for answer in answers if tuple(answer) != (parcel.version, parcel.checksum)]:
-            raise ClusterFault(
-                f"engines have other weights than version {parcel.version}: {', '.join(wrong)}"
-            )
-
-    def drop_parcel(self) -> None:
-        """Delete the last weights."""
-        if self._parcel is not None:
-            drop(self._parcel.pieces, self._carrier)
-            self._parcel = None
-
-
-class DirectPool(EnginePool):
-    """The ranks send weights from their GPUs (:mod:`outrider.distributed.weights`)."""
-
-    def __init__(self, ranks: "ShardedLearner", *args: Any, **kwargs: Any) -> None:
-        super().__init__(ranks, *args, **kwargs)
-        self._ranks = ranks
-
-    def load(self, version: int, *, is_again: bool = False) -> None:
-        """Raises ClusterFault if an engine does not confirm the weights in time; the ranks have
-        ended then.
-        """
-        began = time.perf_counter()
-        try:
-            num_bytes, num_calls = self._ranks.send(version, self._actors, is_again=is_again)
-        except ProcessLost as error:  # not replaced
-            raise ClusterFault(str(error)) from error
-        RemoteEngine.load(self, version)
-        self.sent = {
-            "weights/bytes": float(num_bytes * len(self._actors)),
-            "weights/rpcs": float(num_calls * len(self._actors)),
-            "time/weights": time.perf_counter() - began,
-        }
-
-    def put(self, number: int, actor: Any) -> None:
-        """Replace engine ``number``; all engines reconnect to the ranks. Raises ClusterFault if the ranks'
-        weights have changed since the last transfer.
-        """
-        super().put(number, actor)
-        self.load(self.weight_version, is_again=True)
+            calls = {name: process.call(method) for name, process in self._processes.engines.items()}
+            answers = self._processes.cluster.wait(calls)
+            lost = [answer for answer in answers.values() if isinstance(answer, ProcessLost)]
+            if not lost:
+                return [answers[name] for name in calls]
+            for fault in lost:
+                self._processes.replace(fault)

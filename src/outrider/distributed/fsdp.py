@@ -31,6 +31,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils.logging import disable_progress_bar
 
+from outrider.distributed.processes import PROGRESS
 from outrider.engines.local.attention import IMPLEMENTATION, register
 from outrider.engines.local.cpu_kernels import fuse
 from outrider.engines.local.model import LanguageModel, longest_context
@@ -461,6 +462,7 @@ class ShardedScorer(Scorer):
         self, batch: PackedBatch, *, trains_entropy: bool = False, support: Support | None = None
     ) -> TokenScores:
         scores = super().score(batch, trains_entropy=trains_entropy, support=support)
+        PROGRESS.advance()
         reshard(self.scoring)
         return scores
 

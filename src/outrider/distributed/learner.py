@@ -1,4 +1,4 @@
-"""Trainer ranks: one actor (:class:`Rank`), all of them (:class:`RankGroup`), and the learner that
+"""Trainer ranks: one process (:class:`Rank`), all of them (:class:`RankGroup`), and the learner that
 uses them.
 """
 
@@ -7,8 +7,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,12 +26,13 @@ from outrider.distributed.fsdp import (
     choose_empty,
     empty_model,
     fill,
+    free_cached_memory,
     local,
     require_shardable,
     shard,
 )
-from outrider.distributed.ray_session import AGAIN, Resources, Session, results
-from outrider.distributed.weights import pieces
+from outrider.distributed.processes import AGAIN, PROGRESS, Cluster, Process
+from outrider.distributed.weights import EngineClient, Sender, Source, pieces
 from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
 from outrider.errors import CheckpointError, ClusterFault, ConfigError, ProcessLost
 from outrider.files import replacing_by_name
@@ -79,8 +79,9 @@ class RankSettings:
     cold_start: ColdStartSettings
     seed: int
     num_threads: int
-    timeout_s: float
-    resources: Resources = field(default_factory=Resources)
+    device: str = "cpu"
+    num_gpus_of_engine: int = 1
+    stall_s: float = 1800.0
     teacher_rate: float | None = None
 
 
@@ -94,18 +95,18 @@ class Rank:
         self._store: Any = None
         self._sender: Any = None
         self._is_sent = False  # whether the engines have the current weights
-        self._device = settings.resources.device
+        self._device = settings.device
         set_threads(settings.num_threads, device=self._device)
 
     def open_store(self, host: str) -> int:
         """Open the store at which ranks meet, on rank 0 only; returns its port."""
-        limit = self._settings.timeout_s
+        limit = self._settings.stall_s
         self._store = collective.open_store(host, size=self._size, timeout_s=limit)
         return int(self._store.port)
 
     def build(self, host: str, port: int) -> tuple[int, int]:
         """Join the other ranks and load the weights; returns process id and number of parameters here."""
-        limit = self._settings.timeout_s
+        limit = self._settings.stall_s
         collective.join(host, port, rank=self._rank, size=self._size, timeout_s=limit, device=self._device)
         self.policy = self._policy()
         self.reference: ShardedScorer | None = None
@@ -216,6 +217,8 @@ class Rank:
         )
         if self.policy.num_steps != num_steps:
             self._move_teacher()
+        if self._rank:  # the caller reads the tokens of the first rank
+            report = replace(report, tokens=[])
         return report, self.policy.num_steps, self.policy.learning_rate
 
     def score(self, traces: Sequence[Trace]) -> list[list[tuple[float, ...] | None]]:
@@ -228,13 +231,18 @@ class Rank:
         """Run the cold start; returns the progress and metrics of each step."""
         self._is_sent = False
         steps: list[tuple[int, int, dict[str, float]]] = []
+
+        def on_step(done: int, total: int, values: dict[str, float]) -> None:
+            steps.append((done, total, values))
+            PROGRESS.advance()
+
         cold_start(
             self.policy,
             paths,
             self._settings.cold_start,
             run_seed=self._settings.seed,
             max_tokens=self._settings.update.max_tokens,
-            on_step=lambda done, total, values: steps.append((done, total, values)),
+            on_step=on_step,
         )
         self.policy.fresh_optimizer()
         self._reset_teacher()
@@ -270,28 +278,19 @@ class Rank:
         with torch.no_grad():
             fill(Path(folder), dict(self.reference.model.named_parameters()))
 
-    def free_address(self) -> str:
-        """Return an address of this rank with a free port."""
-        import ray
-
-        host: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    def free_address(self, host: str) -> str:
+        """Return an address of the first rank's host with a port that is free on this rank's."""
         with socket.socket() as free:
             free.bind(("", 0))
             return f"{host}:{free.getsockname()[1]}"
 
-    def meet(self, actors: Sequence[Any], kind: str, address: str) -> None:
+    def meet(self, engines: Sequence[Process], address: str) -> None:
         """Connect to the engines, before :meth:`send` and after an engine was replaced."""
-        import ray
-
-        from outrider.distributed.weights import EngineClient, Sender, Source
-
         if self._sender is not None:
             self._sender.close()
-        limit, num_gpus = self._settings.timeout_s, self._settings.resources.tensor_parallel
         self._sender = Sender(
             Source(self.policy.model, getattr(torch, self._settings.precision)),
-            EngineClient(ray, actors, tensor_parallel=num_gpus, limit_s=limit),
-            kind=kind,
+            EngineClient(engines, tensor_parallel=self._settings.num_gpus_of_engine),
             rank=self._rank,
             address=address,
         )
@@ -317,7 +316,9 @@ class Rank:
 
     def weights(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Gather whole parameters on rank 0; the other ranks return nothing."""
-        return _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
+        gathered = _whole({name: self.policy.masters[name] for name in names}, is_receiver=self._rank == 0)
+        free_cached_memory(torch.device(self._device))
+        return gathered
 
 
 def _whole(tensors: dict[str, Any], *, is_receiver: bool) -> dict[str, Tensor]:
@@ -330,66 +331,64 @@ def _whole(tensors: dict[str, Any], *, is_receiver: bool) -> dict[str, Tensor]:
 
 
 class RankGroup:
-    """``size`` rank actors of the class ``kind``, placed and joined. Raises ClusterFault if that fails."""
+    """``size`` rank processes of the class ``kind``, joined. Raises ClusterFault if that fails."""
 
     def __init__(
-        self, session: Session, settings: RankSettings, *, size: int, kind: type[Rank] = Rank
+        self,
+        cluster: Cluster,
+        settings: RankSettings,
+        *,
+        size: int,
+        kind: type[Rank] = Rank,
     ) -> None:
-        self._session, self._ray, self._timeout_s = session, session.ray, settings.timeout_s
-        self._actors: list[Any] = []
+        self._cluster = cluster
         self._call_lock = threading.Lock()
-        resources = settings.resources
-        self.placement_group = placement_group = session.reserve(
-            [resources.rank_bundle] * size, subject=f"cluster.num_trainers = {size} needs"
-        )
-        variables = {"GLOO_SOCKET_IFNAME": "lo"} if session.is_local else {}
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        # never restarted by Ray, because the rank would have its initial weights
-        actor = self._ray.remote(max_restarts=0, **resources.rank)(kind)
-        for rank in range(size):
-            placed = PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=rank)
-            options = {"scheduling_strategy": placed, "runtime_env": {"env_vars": variables}}
-            self._actors.append(actor.options(**options).remote(settings, rank, size))
-        host = "127.0.0.1" if session.is_local else self._ray.util.get_node_ip_address()
-        [port] = self._wait([self._actors[0].open_store.remote(host)], "open_store")
-        self.built = self.call("build", host, port)
+        self._ranks: list[Process] = []
+        try:
+            for rank in range(size):
+                process = cluster.start(
+                    f"trainer rank {rank}",
+                    kind,
+                    settings,
+                    rank,
+                    size,
+                    busy_s=settings.stall_s,
+                    place=("rank", rank),
+                )
+                self._ranks.append(process)
+            self.host = self._ranks[0].host
+            [port] = cluster.call_all(self._ranks[:1], "open_store", self.host)
+        except BaseException:
+            self.close()
+            raise
+        self.built = self.call("build", self.host, port)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks and return their results.
 
-        Raises an OutriderError of a rank as it is, and ClusterFault for a rank that failed, died or took
-        longer than ``cluster.update_timeout_s``; all ranks are ended then.
+        Raises an OutriderError of a rank as it is, and ClusterFault for a rank that failed, died or made no
+        progress; all ranks are ended then.
         """
-        # once in the store, however many ranks read it
-        references = [self._ray.put(argument) for argument in arguments]
         with self._call_lock:  # calls of two threads in different orders would deadlock the ranks
-            calls = [getattr(actor, method).remote(*references) for actor in self._actors]
-        return self._wait(calls, method)
-
-    def _wait(self, references: Sequence[Any], method: str) -> list[Any]:
-        try:
-            return results(
-                self._ray,
-                {f"trainer rank {rank}": reference for rank, reference in enumerate(references)},
-                action=method,
-                limit_s=self._timeout_s,
-                setting="cluster.update_timeout_s",
-            )
-        except BaseException as error:
-            self.close()
-            if isinstance(error, ProcessLost):  # a rank cannot be replaced
-                raise ClusterFault(str(error)) from error
-            raise
+            if not self._ranks:
+                raise ClusterFault(f"the trainer ranks have ended; {AGAIN}")
+            try:
+                return self._cluster.call_all(self._ranks, method, *arguments)
+            except BaseException as error:
+                found = self._cluster.check()
+                lost = [found[rank.name] for rank in self._ranks if rank.name in found]
+                self.close()
+                if isinstance(error, ClusterFault) and lost:  # the others only lost their connection to it
+                    raise ClusterFault(str(lost[0])) from error
+                if isinstance(error, ProcessLost):  # a rank cannot be replaced
+                    raise ClusterFault(str(error)) from error
+                raise
 
     def close(self) -> None:
         """End all ranks; may be called twice."""
-        for actor in self._actors:
-            with suppress(Exception):
-                self._ray.kill(actor, no_restart=True)
-        if self._actors:
-            self._session.release(self.placement_group)
-        self._actors = []
+        for rank in self._ranks:
+            self._cluster.kill(rank)
+        self._ranks = []
 
 
 _PIECE_BYTES: Final = 256 * 2**20  # of weights gathered at a time
@@ -398,26 +397,26 @@ _PIECE_BYTES: Final = 256 * 2**20  # of weights gathered at a time
 class ShardedLearner:
     """Learner with several trainer ranks; rollouts run in this process, with a copy of the weights."""
 
-    def __init__(self, settings: RunSettings, *, initial: bool) -> None:
+    def __init__(self, settings: RunSettings, cluster: Cluster, *, initial: bool) -> None:
         self.num_steps = 0
         self.learning_rate = 0.0
         self.has_reference = settings.algorithm.needs_reference
         self.language_model, self.trained_parameters = _load_copy(settings)
         require_shardable(str(_folder(settings)))
-        self._weights = settings.cluster.weights if settings.cluster.sends_directly else None
-        self._connected_actors: list[Any] = []
+        self._has_fresh_copy = not settings.uses_nccl  # after every change, because rollouts use the copy
+        self._connected: list[Process] = []
         self._is_stale = False
-        self.session = Session(settings.cluster)
+        self._cluster = cluster
+        cluster.reserve(settings, "ranks")
         try:
             self._group = RankGroup(
-                self.session, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
+                cluster, _rank_settings(settings, initial=initial), size=settings.cluster.num_trainers
             )
-            self.placement_group = self._group.placement_group
             self._pieces = list(pieces(self._group.call("sizes")[0], room=_PIECE_BYTES))
             if initial and settings.model.initial_checkpoint is not None:
                 self._mark_stale()
         except BaseException:
-            self.session.close()
+            self.close()
             raise
 
     def update(
@@ -481,22 +480,23 @@ class ShardedLearner:
         export(self.language_model, folder, check=False)
 
     def close(self) -> None:
-        self._group.close()
-        self.session.close()
+        if hasattr(self, "_group"):
+            self._group.close()
+        self._cluster.release("ranks")
 
-    def send(self, version: int, actors: Sequence[Any], *, is_again: bool = False) -> tuple[int, int]:
+    def send(self, version: int, engines: Sequence[Process], *, is_again: bool = False) -> tuple[int, int]:
         """Send the weights from the ranks' GPUs to the engines; see :meth:`Rank.send`."""
-        if self._connected_actors != list(actors):
-            [address, *_] = self._group.call("free_address")
-            self._group.call("meet", list(actors), self._weights, address)
-            self._connected_actors = list(actors)
+        if self._connected != list(engines):
+            [address, *_] = self._group.call("free_address", self._group.host)
+            self._group.call("meet", list(engines), address)
+            self._connected = list(engines)
         sizes: tuple[int, int] = self._group.call("send", version, is_again)[0]
         return sizes
 
     def _mark_stale(self) -> None:
         """Update the local copy; if no rollouts use it, only when it is needed."""
         self._is_stale = True
-        if self._weights is None:
+        if self._has_fresh_copy:
             self._sync()
 
     @torch.no_grad()
@@ -558,8 +558,9 @@ def _rank_settings(settings: RunSettings, *, initial: bool) -> RankSettings:
         cold_start=settings.cold_start,
         seed=settings.seed,
         num_threads=settings.num_threads,
-        timeout_s=settings.cluster.update_timeout_s,
-        resources=Resources.from_settings(settings),
+        device=settings.model.device,
+        num_gpus_of_engine=settings.cluster.tensor_parallel,
+        stall_s=settings.cluster.stall_s,
         teacher_rate=distill.teacher_rate if distill is not None and distill.teacher == "ema" else None,
     )
 

@@ -1,286 +1,571 @@
-"""Groups on several rollout workers: group g runs on worker g mod W."""
+"""Groups of rollouts on the rollout workers: the worker process, and the pool of groups under way.
 
+The unit is the group. A worker plays it from its first prompt to its last outcome, with one engine. A worker
+begins its groups in the order of their tasks, as many at a time as it has room for. If a process is lost, the
+pool plays its groups again.
+"""
+
+import os
+import pickle
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from outrider.distributed.ray_session import (
-    add_location,
-    convert_error,
-    cpu_seconds,
-    get_answer,
-    outcomes,
-    read_location,
-    timeout_error,
+from transformers import AutoTokenizer
+
+from outrider.algorithms.base import Algorithm
+from outrider.distributed.engines import GroupEngine
+from outrider.distributed.processes import (
+    PROGRESS,
+    TICK_S,
+    Process,
+    SharedRolloutStatus,
+    location_path,
+    outcome,
 )
-from outrider.distributed.worker import Heartbeat, Job, JobResult
+from outrider.distributed.recipe import Recipe
+from outrider.engines.local.model import resolve_model
+from outrider.environments.base import EnvironmentFactory, make_task_set
 from outrider.errors import ConfigError, ProcessLost
+from outrider.memory.embedders import load_embedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.plugins.listing import server_digests
+from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import lost_leaf
 from outrider.rollout.hooks import Hook, RolloutStatus
-from outrider.rollout.scheduler import Modes, RolloutReport, largest
+from outrider.rollout.scheduler import Modes, RolloutReport, Scheduler, largest
 from outrider.trace import Trace
-from outrider.training.async_rollouts import GroupName, GroupResult, PendingStep, RolloutPrefetch
+from outrider.training.async_rollouts import GroupName, GroupResult
+from outrider.training.components import Components
+from outrider.training.policy import set_threads
+from outrider.training.settings import RunSettings
+from outrider.training.setup import make_algorithm, make_renderer
 from outrider.types import Outcome, Task
 
 if TYPE_CHECKING:
-    from outrider.distributed.actors import RemoteProcesses
+    from outrider.distributed.remote import RemoteProcesses
 
-_TICK_S: Final = 0.5
-_BETWEEN_BEATS_S: Final = 1.0
-_BUSY_SHARE: Final = 0.05  # of one processor
-_MOST_BREAKS: Final = 2  # attempts with a silent worker, before its groups are run one by one
-_MOST_DEATHS: Final = 4  # the same for workers that die, possibly for external reasons
+_MAX_BREAKS: Final = 3  # of its worker by one group, before the group is masked
+_NEVER: Final = 10**9  # rollouts
 
 
-class WorkerRollouts:
-    """Runs the groups of a step on the workers.
+# --- The worker ---
 
-    Workers have copies of the hooks. The hooks here absorb what the copies gathered, worker by worker, and
-    then see all groups in order.
+
+class RolloutSlots:
+    """Slots for ``size`` rollouts, reserved by whole groups in order of arrival; a larger group runs
+    alone.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = threading.Semaphore(size)
+        self._order = threading.Lock()
+
+    @contextmanager
+    def reserve(self, num: int) -> Iterator[None]:
+        """Wait for the slots of ``num`` rollouts and occupy them."""
+        num = min(num, self.size)
+        with self._order:  # a waiting group blocks later ones
+            for _ in range(num):
+                self._free.acquire()
+        try:
+            yield
+        finally:
+            self._free.release(num)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Settings of a run for a worker. ``buffer`` is the path and the revision of the step-trace buffer,
+    ``servers`` are digests of the tool servers at the start of the run.
+    """
+
+    recipe: Recipe
+    vocabulary_size: int
+    context_length: int
+    train_tasks: Sequence[Task]
+    buffer: tuple[str, int] | None
+    servers: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_components(cls, parts: Components, recipe: Recipe, *, context_length: int) -> "WorkerSettings":
+        model, buffer = parts.learner.language_model.model, parts.buffer
+        return cls(
+            recipe=recipe,
+            vocabulary_size=int(model.config.get_text_config().vocab_size),
+            context_length=context_length,
+            train_tasks=list(parts.train_tasks),
+            buffer=None if buffer is None else (str(buffer.path.resolve()), buffer.revision),
+            servers=server_digests(parts.settings.environment),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A group to play.
+
+    Attributes:
+        version: version of the weights at its start.
+        snapshots: pickled snapshots of the hooks, shared by the groups of a step; empty in an evaluation.
+        max_calls: the group's share of the batch's limit on tool calls; None without a limit.
+        number: number of the attempt among all of the run, which makes the name of its caches unique: the
+            engine may drop those of an earlier attempt later.
+    """
+
+    task: Task
+    modes: tuple[str, ...]
+    training_step: int
+    is_training: bool
+    version: int
+    engine: Process
+    snapshots: bytes
+    max_calls: int | None
+    number: int
+
+    @property
+    def cache_name(self) -> str:
+        """Name of the group's keys and values in the engine."""
+        kind = "train" if self.is_training else "evaluation"
+        return f"{kind} {self.training_step}/{self.task.key}/{self.number}"
+
+
+class RolloutWorker:
+    """A process with environments, tools and copies of the hooks, which plays groups, each in a thread."""
+
+    def __init__(self, number: int, folder: str) -> None:
+        self._number = number
+        path = location_path(folder, worker_name(number))
+        self._rollout_status = SharedRolloutStatus(path) if Path(folder).is_dir() else RolloutStatus()
+        PROGRESS.location = self._location
+        self._free: list[tuple[Algorithm, EnvironmentFactory]] = []  # those of groups that have ended
+        self._lock = threading.Lock()
+        self._stop_requested = threading.Event()
+
+    def build(self, worker_settings: WorkerSettings) -> int:
+        """Build everything for rollouts from the settings and return the process id. Raises ConfigError if a
+        tool server differs from that of the run's start.
+        """
+        settings = self._settings = worker_settings.recipe.settings()
+        self._worker_settings = worker_settings
+        there, here = worker_settings.servers, server_digests(settings.environment)
+        if other := [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]:
+            name = other[0]
+            raise ConfigError(
+                f"rollout worker {self._number} has another environment.{name} ({here.get(name, 'none')}) "
+                f"than the process that was started ({there.get(name, 'none')}): every machine "
+                "needs the same server"
+            )
+        set_threads(settings.num_threads, device="cpu")
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(settings.model.name))
+        self._renderer = make_renderer(tokenizer, settings.model, settings.environment)
+        self._task_set = make_task_set(settings.environment)
+        self._factory = self._task_set.make()
+        self._factories = [self._factory]
+        self._buffer: StepTraceBuffer | None = None
+        if worker_settings.buffer is not None:
+            path, revision = worker_settings.buffer
+            embedder = load_embedder(settings.buffer.embedder)
+            self._buffer = StepTraceBuffer(path, embedder, mode="read", revision=revision)
+        self._free = [(self._new_algorithm(), self._factory)]
+        size = worker_room(settings)
+        # an evaluation does not wait for groups of later steps
+        self._slots = {is_training: RolloutSlots(size) for is_training in (True, False)}
+        return os.getpid()
+
+    def _new_algorithm(self) -> Algorithm:
+        return make_algorithm(
+            self._settings,
+            self._buffer,
+            vocabulary_size=self._worker_settings.vocabulary_size,
+            stateful=self._task_set.stateful,
+            count_tokens=self._renderer.count_tokens,
+            train_tasks=self._worker_settings.train_tasks,
+        )
+
+    def _new_factory(self) -> EnvironmentFactory:
+        """Return the worker's factory, or a further one if it counts the calls of a group."""
+        if getattr(self._factory, "call_budget", None) is None:
+            return self._factory
+        self._factories.append(self._task_set.make())
+        return self._factories[-1]
+
+    def play(self, job: Job) -> GroupResult:
+        """Play a group when there is room for its rollouts. Raises the exceptions of
+        :meth:`outrider.rollout.scheduler.Scheduler.run`, and ClusterFault of the engine.
+        """
+        with self._slots[job.is_training].reserve(len(job.modes)):
+            began = time.perf_counter()
+            with self._lock:
+                algorithm, factory = (
+                    self._free.pop() if self._free else (self._new_algorithm(), self._new_factory())
+                )
+            settings = self._settings
+            engine = GroupEngine(
+                process=job.engine,
+                name=job.cache_name,
+                tokenizer=self._renderer.tokenizer,
+                context_length=self._worker_settings.context_length,
+                weight_version=job.version,
+                is_alone=settings.has_group_batches,
+                or_newer=settings.cluster.max_staleness > 1,
+            )
+            try:
+                report, gathered, num_calls = self._play(job, algorithm, factory, engine)
+            finally:
+                engine.close()
+                self._free.append((algorithm, factory))
+            return GroupResult(
+                report=report, gathered=gathered, seconds=time.perf_counter() - began, num_calls=num_calls
+            )
+
+    def _play(
+        self, job: Job, algorithm: Algorithm, factory: EnvironmentFactory, engine: GroupEngine
+    ) -> tuple[RolloutReport, list[Any], int]:
+        hooks = algorithm.hooks if job.is_training else ()
+        copies = [hook for hook in hooks if hook.is_portable]
+        snapshots: list[Any] = pickle.loads(job.snapshots) if job.snapshots else []
+        for hook, snapshot in zip(copies, snapshots, strict=True):
+            hook.restore(snapshot)
+        if (budget := getattr(factory, "call_budget", None)) is not None:
+            budget.limit = job.max_calls
+        settings = self._settings
+        truncation = {} if job.is_training else settings.evaluation.truncation
+        scheduler = Scheduler(
+            engine=engine,
+            renderer=self._renderer,
+            factory=factory,
+            limits=settings.limits,
+            sampling=Sampling(
+                temperature=1.0 if job.is_training else settings.evaluation.temperature,
+                stop=self._task_set.stop,
+                **truncation,
+            ),
+            run_seed=settings.seed,
+            hooks=hooks,
+            max_concurrent=(
+                settings.group_concurrent if settings.has_group_batches else self._slots[job.is_training].size
+            ),
+            max_retries=settings.train.max_retries,
+            is_training=job.is_training,
+            group_timeout_s=settings.train.group_timeout_s if job.is_training else None,
+            on_finished=lambda done, total: PROGRESS.advance(),
+            rollout_status=self._rollout_status,
+            ends_groups=False,
+            marks_observations=job.is_training and settings.algorithm.observation_nll > 0,
+            is_over=lambda: job.is_training and self._stop_requested.is_set(),
+            streams=not settings.has_group_batches,
+        )
+        report = scheduler.run([job.task], modes=job.modes, training_step=job.training_step)
+        num_calls = 0 if budget is None else budget.num_executed
+        return report, [hook.gathered() for hook in copies], num_calls
+
+    def _location(self) -> str | None:
+        statuses = self._rollout_status.snapshot()
+        return f"{statuses[0].longest}: {statuses[0].location}" if statuses else None
+
+    def cancel(self) -> None:
+        """Cancel all groups of training: no further turn starts."""
+        self._stop_requested.set()
+
+    def close(self) -> None:
+        """Close environments and tools."""
+        for factory in self._factories:
+            factory.close()
+
+
+# --- The pool ---
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """A group of the pool. ``num_breaks`` counts its attempts in which its worker was lost."""
+
+    name: GroupName
+    task: Task
+    modes: tuple[str, ...]
+    training_step: int
+    is_training: bool
+    snapshots: bytes
+    max_calls: int | None
+    num_breaks: int = 0
+    last_fault: ProcessLost | None = None
+    worker: Process | None = None
+    engine: Process | None = None
+    cache_name: str = ""
+
+    def masked(self, fault: ProcessLost) -> GroupResult:
+        """Return the group without rollouts, because it breaks its worker."""
+        reason = str(fault).partition("; ")[0]
+        detail = f"masked, because it breaks its rollout worker: {reason}"
+        trace = Trace(task=self.task, modes=self.modes)
+        for rollout in range(len(self.modes)):
+            trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
+        trace.number_by_rollout()
+        kind = Outcome.ENVIRONMENT_FAULT.value
+        report = RolloutReport(
+            traces=[trace],
+            num_batches=0,
+            num_retries=0,
+            faults=Counter({kind: len(self.modes)}),
+            fault_reasons=(f"{kind} in {self.task.key}: {detail}",),
+        )
+        return GroupResult(report=report, gathered=None, seconds=0.0)
+
+
+class GroupPool:
+    """Groups under way, and those that have ended (``finished``, by name) until their step takes them.
+
+    A group that was lost with its worker starts again with the same seeds and with no other group beside it
+    on its worker; after three losses it is masked. Raises ClusterFault if a process cannot be replaced.
+    """
+
+    def __init__(self, processes: "RemoteProcesses", hooks: Sequence[Hook], status: RolloutStatus) -> None:
+        self._processes, self._status = processes, status
+        self.hooks = portable(hooks)
+        self.finished: dict[GroupName, GroupResult] = {}
+        self._lost: deque[_Group] = deque()  # to be played again
+        self._calls: dict[Future[Any], _Group] = {}
+        self._locations: dict[str, Any] = {}
+        self._numbers = count()
+
+    def submit(
+        self,
+        tasks: Mapping[GroupName, tuple[Task, Sequence[str]]],
+        *,
+        training_step: int,
+        is_training: bool,
+        max_calls: int | None = None,
+    ) -> None:
+        """Start groups by name. They begin with the present state of the hooks and the newest weights;
+        ``max_calls`` is the limit on tool calls of all of them together.
+        """
+        snapshots = pickle.dumps([hook.snapshot() for hook in self.hooks]) if is_training else b""
+        num = len(tasks)
+        for number, (name, (task, modes)) in enumerate(tasks.items()):
+            share = None
+            if max_calls is not None:
+                share = max_calls * (number + 1) // num - max_calls * number // num
+            group = _Group(
+                name=name,
+                task=task,
+                modes=tuple(modes),
+                training_step=training_step,
+                is_training=is_training,
+                snapshots=snapshots,
+                max_calls=share,
+            )
+            self._start(group, self._least_loaded(self._processes.workers, "worker"))
+
+    def _start(self, group: _Group, worker: Process) -> None:
+        # a group stays with its engine, which has its keys and values
+        group.worker, group.engine = worker, self._least_loaded(self._processes.engines, "engine")
+        job = Job(
+            task=group.task,
+            modes=group.modes,
+            training_step=group.training_step,
+            is_training=group.is_training,
+            version=self._processes.engine.weight_version,
+            engine=group.engine,
+            snapshots=group.snapshots,
+            max_calls=group.max_calls,
+            number=next(self._numbers),
+        )
+        group.cache_name = job.cache_name
+        self._calls[worker.call("play", job)] = group
+
+    def _least_loaded(self, processes: Mapping[str, Process], kind: str) -> Process:
+        """Return the process with the fewest rollouts, the first one of equals."""
+        loads = dict.fromkeys(processes, 0)
+        for group in self._calls.values():
+            if (name := getattr(group, kind).name) in loads:
+                # nothing joins a group that broke its worker
+                loads[name] += len(group.modes) + (_NEVER if kind == "worker" and group.num_breaks else 0)
+        return processes[min(loads, key=loads.__getitem__)]
+
+    def poll(self, *, timeout_s: float) -> None:
+        """Move groups that have ended to ``finished``, and play lost ones again; waits for the first one up
+        to ``timeout_s``.
+        """
+        wait_futures(list(self._calls), timeout_s, FIRST_COMPLETED)
+        faults = self._processes.faults()
+        under_way = list(self._calls.values())
+        lost: list[_Group] = []
+        for call in list(self._calls):
+            group = self._calls[call]
+            assert group.worker is not None and group.engine is not None
+            if not call.done():
+                continue
+            del self._calls[call]
+            answer = outcome(call)
+            if not isinstance(answer, ProcessLost):
+                self.finished[group.name] = answer
+                continue
+            lost.append(group)
+            for process in (group.worker, group.engine):
+                if answer.process == process.name and self._processes.is_current(process):
+                    faults.setdefault(process.name, self._processes.cluster.locate(answer))
+        for group in lost:
+            assert group.worker is not None and group.engine is not None
+            group.engine.call("end_group", group.cache_name)  # which a lost worker did not call
+            fault = faults.get(group.worker.name)
+            self._count_loss(group, fault if group in self._begun(group.worker, under_way) else None)
+        for fault in faults.values():
+            # a task that breaks its worker again is no fault of the cluster
+            is_task = any(group.num_breaks > 1 and group.last_fault is fault for group in lost)
+            self._processes.replace(fault, is_charged=not is_task)
+        if lost:
+            self._processes.repairs.count("rollout/num_groups_replayed", len(lost))
+        self._start_lost()
+        for name, location in self._processes.cluster.locations().items():
+            if name in self._processes.workers and self._locations.get(name) != location:
+                self._locations[name] = location
+                self._status.set(name, location[1])
+
+    def _begun(self, worker: Process, groups: Sequence[_Group]) -> list[_Group]:
+        """Return those of the groups that a worker has begun, which begins them in order as it has room."""
+        begun: list[_Group] = []
+        for is_training in (True, False):
+            room = worker_room(self._processes.settings)
+            for group in groups:
+                if group.worker is worker and group.is_training == is_training:
+                    if room < min(len(group.modes), worker_room(self._processes.settings)):
+                        break
+                    room -= len(group.modes)
+                    begun.append(group)
+        return begun
+
+    def _count_loss(self, group: _Group, fault: ProcessLost | None) -> None:
+        """``fault`` is that of the group's worker, or None if the group had not begun or another process was
+        lost.
+        """
+        if fault is not None:
+            group.num_breaks += 1
+            group.last_fault = fault
+        if group.num_breaks < _MAX_BREAKS:
+            self._lost.append(group)
+        else:
+            assert group.last_fault is not None
+            self.finished[group.name] = group.masked(group.last_fault)
+            self._processes.repairs.refund(1)
+
+    def _start_lost(self) -> None:
+        """Start lost groups in order; one that broke its worker waits for a worker without groups."""
+        for group in [self._lost.popleft() for _ in range(len(self._lost))]:
+            free = {
+                name: worker
+                for name, worker in self._processes.workers.items()
+                if not any(other.worker is worker for other in self._calls.values())
+            }
+            if not group.num_breaks:
+                self._start(group, self._least_loaded(self._processes.workers, "worker"))
+            elif free:
+                self._start(group, next(iter(free.values())))
+            else:
+                self._lost.append(group)
+
+    def cancel(self) -> None:
+        """Give up all groups."""
+        for worker in self._processes.workers.values():
+            worker.call("cancel")
+        self._calls.clear()
+        self._lost.clear()
+        for name in self._processes.workers:
+            self._status.remove(name)
+
+
+class PoolRollouts:
+    """Plays the groups of a batch to their end, as :class:`outrider.rollout.scheduler.Scheduler` does in one
+    process. The hooks here absorb what the workers' copies gathered, and then see all groups in order.
     """
 
     def __init__(
         self,
-        ray: Any,
-        processes: "RemoteProcesses",
+        pool: GroupPool,
         *,
         hooks: Sequence[Hook],
         is_training: bool,
-        version: Callable[[], int],
-        max_concurrent: int,
+        max_calls: int | None,
         on_finished: Callable[[int, int], None],
-        new_monitor: "NewMonitor",
-        prefetch: RolloutPrefetch | None = None,
     ) -> None:
-        self._ray, self._processes = ray, processes
-        self._hooks, self._copied = hooks, portable(hooks)
-        self._is_training, self._version, self._max_concurrent = is_training, version, max_concurrent
-        self._on_finished, self._new_monitor, self._prefetch = on_finished, new_monitor, prefetch
-        # by worker, for the batch: its share of the limit on tool calls, and the spent calls
-        self._parts: dict[int, tuple[int, int, int]] = {}
-        self._num_spent: dict[int, int] = {}
+        self._pool, self._hooks, self._is_training = pool, hooks, is_training
+        self._max_calls = self._calls_left = max_calls if is_training else None
+        self._on_finished = on_finished
 
     def run(
         self, tasks: Sequence[Task], *, modes: Modes, training_step: int, continued: bool = False
     ) -> RolloutReport:
-        """Run groups as :meth:`outrider.rollout.scheduler.Scheduler.run` does.
-
-        A lost process is replaced and its groups are run again, with the same bits. A group that repeatedly
-        breaks its worker is masked. Raises ClusterFault if the limits on repairs are exceeded.
-        """
+        """Play groups as :meth:`outrider.rollout.scheduler.Scheduler.run` does."""
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         each = [tuple(modes(number) if callable(modes) else modes) for number in range(len(tasks))]
         if len({len(entry) for entry in each}) > 1:
             raise ValueError("groups of one batch differ in size")
-        jobs = self._jobs(tasks, each, training_step, continued=continued)
-        # the remaining parts of each worker
-        left = {number: [Part(job)] for number, job in jobs.items()}
-        results: dict[int, list[JobResult]] = {number: [] for number in jobs}
-        while now := {number: parts[0] for number, parts in left.items() if parts}:
-            finished, faults = self._play(now, results, num_pending=sum(map(len, each)))
-            self._raise_if_cancelled()
-            for number, entry in finished.items():
-                results[number].append(entry)
-                del left[number][0]
-            broken = {number: part for number, part in now.items() if number not in finished}
-            for number, part in broken.items():
-                part.note(faults.get(worker_name(number)))
-            if faults:
-                self._processes.replace(
-                    faults, num_groups=sum(len(part.job.tasks) for part in broken.values())
-                )
-            for number, part in broken.items():
-                if part.is_lost:
-                    results[number].append(part.masked())
-                    self._processes.repairs.refund(len(part.charged))
-                    part.charged.clear()
-                left[number][:1] = part.again()
-        if self._prefetch is not None:
-            self._prefetch.mark_done()
-        self._num_spent |= {
-            number: job.num_spent + sum(entry.num_spent - job.num_spent for entry in results[number])
-            for number, job in jobs.items()
-        }
-        # in the order of workers, not of completion
-        return self._merged(results, len(tasks))
-
-    def _play(
-        self, parts: Mapping[int, "Part"], results: Mapping[int, Sequence[JobResult]], *, num_pending: int
-    ) -> tuple[dict[int, JobResult], dict[str, ProcessLost]]:
-        """Run one part per worker; returns results and lost processes."""
-        workers = {worker_name(number): self._processes.workers[number] for number in parts}
-        calls = {
-            worker_name(number): workers[worker_name(number)].run.remote(part.job)
-            for number, part in parts.items()
-        }
-        if self._prefetch is not None:
-            self._prefetch.mark_sent()
-        traces = (trace for each in results.values() for result in each for trace in result.report.traces)
-        num_before = sum(len(trace.leaves) for trace in traces)
-        beats = self._new_monitor(workers, lambda num: self._on_finished(num_before + num, num_pending))
-        try:
-            worker_outcomes = outcomes(
-                self._ray, calls, action="its rollouts", watch=partial(self._watch, beats)
-            )
-        finally:
-            beats.close()
-        finished: dict[int, JobResult] = {}
-        faults: dict[str, ProcessLost] = {}
-        for number in parts:
-            outcome = worker_outcomes[worker_name(number)]
-            if not isinstance(outcome, ProcessLost):
-                finished[number] = outcome
-            elif outcome.process == worker_name(number) and not outcome.is_silent:
-                faults[outcome.process] = add_location(outcome, beats.last_location(outcome.process))
-            else:
-                faults[outcome.process] = outcome
-        return finished, faults
-
-    def _watch(self, beats: "HeartbeatMonitor") -> Mapping[str, ProcessLost]:
-        self._raise_if_cancelled()
-        return beats()
-
-    def _raise_if_cancelled(self) -> None:
-        if self._prefetch is not None:
-            self._prefetch.raise_if_cancelled()
-
-    def _jobs(
-        self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], step: int, *, continued: bool
-    ) -> dict[int, Job]:
-        size = len(self._processes.workers)
-        snapshots = [hook.snapshot() for hook in self._copied]
-        jobs: dict[int, Job] = {}
-        begin = 0
         if not continued:
-            self._parts, self._num_spent = {}, {}
-        for number in range(min(size, len(tasks))):
-            mine = range(number, len(tasks), size)
-            if not continued:
-                self._parts[number] = (begin, begin + len(mine), len(tasks))
-            jobs[number] = Job(
-                tasks=[tasks[group] for group in mine],
-                modes=[modes[group] for group in mine],
-                training_step=step,
-                continued=continued,
-                is_training=self._is_training,
-                version=self._version(),
-                snapshots=snapshots,
-                calls=self._parts.get(number, (0, 0, 1)),
-                num_spent=self._num_spent.get(number, 0),
-                max_concurrent=max(1, self._max_concurrent // size),
-            )
-            begin += len(mine)
-        return jobs
+            self._calls_left = self._max_calls
+        # an evaluation during training must not be mistaken for a group of the step
+        names = [(training_step if self._is_training else -1, number) for number in range(len(tasks))]
+        self._pool.submit(
+            dict(zip(names, zip(tasks, each, strict=True), strict=True)),
+            training_step=training_step,
+            is_training=self._is_training,
+            max_calls=self._calls_left,
+        )
+        finished = self._pool.finished
+        num_total = sum(map(len, each))
+        try:
+            while missing := [name for name in names if name not in finished]:
+                self._on_finished(num_total - sum(len(each[number]) for _, number in missing), num_total)
+                self._pool.poll(timeout_s=TICK_S)
+            self._on_finished(num_total, num_total)
+        except BaseException:
+            self._pool.cancel()
+            raise
+        groups = [finished.pop(name) for name in names]
+        if self._calls_left is not None:
+            self._calls_left = max(0, self._calls_left - sum(group.num_calls for group in groups))
+        if self._is_training:
+            absorb(self._pool.hooks, self._hooks, groups)
+        return merge_reports([group.report for group in groups])
 
-    def _merged(self, results: Mapping[int, Sequence[JobResult]], num_groups: int) -> RolloutReport:
-        size = len(self._processes.workers)
-        traces_by_worker = {
-            number: [trace for result in each for trace in result.report.traces]
-            for number, each in results.items()
-        }
-        traces: list[Trace] = [traces_by_worker[group % size][group // size] for group in range(num_groups)]
-        all_results = [result for each in results.values() for result in each]
-        for result in all_results:
-            if result.gathered is None:  # masked
-                continue
-            for copied, gathered in zip(self._copied, result.gathered, strict=True):
-                copied.absorb(gathered)
-        for trace in traces:
-            for hook in self._hooks:
+
+def absorb(copied: Sequence[Hook], hooks: Sequence[Hook], groups: Sequence[GroupResult]) -> None:
+    """Let the hooks absorb what their copies gathered, group by group, and see every group once."""
+    for group in groups:
+        if group.is_absorbed:
+            continue
+        if group.gathered is not None:  # otherwise the group is masked
+            for hook, gathered in zip(copied, group.gathered, strict=True):
+                hook.absorb(gathered)
+        for hook in hooks:
+            for trace in group.report.traces:
                 hook.after_group(trace)
-        reports = [result.report for result in all_results]
-        return RolloutReport(
-            traces=traces,
-            num_batches=max((result.num_batches for result in reports), default=0),
-            num_retries=sum(result.num_retries for result in reports),
-            faults=sum((result.faults for result in reports), Counter()),
-            fault_reasons=tuple(reason for result in reports for reason in result.fault_reasons),
-            loop_lag_s=largest([result.loop_lag_s for result in reports]),
-        )
+        group.gathered, group.is_absorbed = None, True
 
 
-@dataclass(slots=True)
-class Part:
-    """Groups that a worker runs together.
+def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """Return one report of all groups, in their order."""
+    return RolloutReport(
+        traces=[trace for report in reports for trace in report.traces],
+        num_batches=sum(report.num_batches for report in reports),
+        num_retries=sum(report.num_retries for report in reports),
+        faults=sum((report.faults for report in reports), Counter()),
+        fault_reasons=tuple(reason for report in reports for reason in report.fault_reasons),
+        loop_lag_s=largest([report.loop_lag_s for report in reports]),
+    )
 
-    Groups that repeatedly break the worker are run one by one, and a group that breaks it alone is masked;
-    otherwise its task would end the run, and again after each resume.
-    """
 
-    job: Job
-    is_alone: bool = False
-    num_breaks: int = 0
-    charged: list[ProcessLost] = field(default_factory=list)  # shared by the parts of one part
-    faults: list[ProcessLost] = field(default_factory=list)
-
-    def note(self, fault: ProcessLost | None) -> None:
-        """Record the worker's fault, or None if another process failed."""
-        self.job = replace(self.job, is_again=True)
-        if fault is None:
-            return
-        self.num_breaks += 1
-        self.faults.append(fault)
-        # a worker becomes silent because of a task's computation, which is no fault of the cluster
-        fault.is_charged = not self.is_alone and self.num_breaks <= (
-            1 if fault.is_silent else _MOST_DEATHS - 1
-        )
-        if fault.is_charged:
-            self.charged.append(fault)
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether it broke the worker too often to run again in this form."""
-        most = _MOST_BREAKS if self.faults and self.faults[-1].is_silent else _MOST_DEATHS
-        return bool(self.num_breaks) and (self.is_alone or self.num_breaks >= most)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether its only group is not run again."""
-        return self.is_spent and len(self.job.tasks) == 1
-
-    def again(self) -> list["Part"]:
-        """Return the parts to run now: none, each group alone, or all together."""
-        if not self.is_spent:
-            return [self]
-        if self.is_lost:
-            return []
-        begin, end, total = self.job.calls
-        is_shared = end - begin == len(self.job.tasks)
-        return [
-            Part(
-                replace(
-                    self.job,
-                    tasks=[task],
-                    modes=[modes],
-                    calls=(begin + index, begin + index + 1, total) if is_shared else self.job.calls,
-                ),
-                is_alone=True,
-                charged=self.charged,
-            )
-            for index, (task, modes) in enumerate(zip(self.job.tasks, self.job.modes, strict=True))
-        ]
-
-    def masked(self) -> JobResult:
-        """Return its only group without rollouts, because it breaks the worker."""
-        [task], [modes] = self.job.tasks, self.job.modes
-        reason = str(self.faults[-1]).partition("; ")[0]
-        detail = f"masked, because it breaks its rollout worker: {reason}"
-        trace = Trace(task=task, modes=tuple(modes))
-        for rollout in range(len(modes)):
-            trace.finish(lost_leaf(rollout, Outcome.ENVIRONMENT_FAULT, detail))
-        trace.number_by_rollout()
-        report = RolloutReport(
-            traces=[trace],
-            num_batches=0,
-            num_retries=0,
-            faults=Counter({Outcome.ENVIRONMENT_FAULT.value: len(modes)}),
-            fault_reasons=(f"{Outcome.ENVIRONMENT_FAULT.value} in {task.key}: {detail}",),
-        )
-        return JobResult(report=report, gathered=None, num_spent=self.job.num_spent)
+def worker_room(settings: RunSettings) -> int:
+    """Return how many rollouts of a kind (training or evaluation) a worker plays at a time."""
+    return max(1, settings.num_concurrent // settings.cluster.num_rollout_workers)
 
 
 def worker_name(number: int) -> str:
@@ -298,254 +583,3 @@ def portable(hooks: Sequence[Hook]) -> list[Hook]:
                 "cluster.num_rollout_workers and cluster.weights"
             )
     return list(hooks)
-
-
-@dataclass(slots=True)
-class _PendingHeartbeat:
-    """A heartbeat requested at ``since``, and the worker's processor time at ``checked``."""
-
-    reference: Any
-    since: float
-    checked: float
-    cpu_s: float | None
-
-
-class HeartbeatMonitor:
-    """Requests heartbeats of all workers. Call it repeatedly while rollouts run; it returns silent workers.
-
-    A worker that does not respond but uses the processor is in a call that holds the interpreter's lock (a
-    regular expression, computer algebra); it counts as silent only ``busy_s`` later.
-    """
-
-    def __init__(
-        self,
-        ray: Any,
-        workers: Mapping[str, Any],
-        on_finished: Callable[[int], None] = lambda num: None,
-        *,
-        limit_s: float,
-        rollout_status: RolloutStatus,
-        busy_s: float = 0.0,
-        find_pid: Callable[[str], int | None] = lambda name: None,
-        note: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._note, self._busy = note, set[str]()
-        self._ray, self._workers, self._limit_s = ray, workers, limit_s
-        self._rollout_status, self._on_finished = rollout_status, on_finished
-        self._busy_s, self._find_pid = busy_s, find_pid
-        self._pending: dict[str, _PendingHeartbeat] = {}
-        self._known: dict[str, Heartbeat] = {}
-        self._silent: dict[str, ProcessLost] = {}
-        self._num_reported = 0
-
-    def __call__(self) -> dict[str, ProcessLost]:
-        """Process responses and send new requests."""
-        for name, worker in self._workers.items():
-            if name in self._silent:
-                continue
-            if name not in self._pending:
-                now = time.monotonic()
-                self._pending[name] = _PendingHeartbeat(worker.beat.remote(), now, now, self._cpu_s(name))
-                continue
-            pending = self._pending[name]
-            ready, _ = self._ray.wait([pending.reference], timeout=0)
-            now = time.monotonic()
-            if ready and now - pending.since >= _BETWEEN_BEATS_S:
-                self._receive(name, pending.reference)
-                del self._pending[name]
-            elif (
-                not ready and now - pending.checked > self._limit_s and not self._is_busy(name, pending, now)
-            ):
-                fault = timeout_error(name, "a heartbeat", self._limit_s, "cluster.heartbeat_s")
-                self._silent[name] = add_location(fault, self.last_location(name))
-        num_finished = sum(beat.num_finished for beat in self._known.values())
-        if num_finished > self._num_reported:
-            self._num_reported = num_finished
-            self._on_finished(num_finished)
-        return self._silent
-
-    def _is_busy(self, name: str, pending: _PendingHeartbeat, now: float) -> bool:
-        used = self._cpu_s(name)
-        if used is None or pending.cpu_s is None or now - pending.since > self._limit_s + self._busy_s:
-            return False
-        is_busy = used - pending.cpu_s > _BUSY_SHARE * (now - pending.checked)
-        pending.checked, pending.cpu_s = now, used
-        if is_busy and name not in self._busy:
-            self._busy.add(name)
-            self._note(
-                f"{name} works but has not answered for {self._limit_s:g} s (cluster.heartbeat_s), last seen "
-                f"at {self.last_location(name) or 'its start'}: a step that holds Python's lock delays the "
-                "others"
-            )
-        return is_busy
-
-    def _cpu_s(self, name: str) -> float | None:
-        pid = self._find_pid(name)
-        return None if pid is None else cpu_seconds(pid)
-
-    def last_location(self, name: str) -> str | None:
-        """Return the task and the location at which a worker was last seen."""
-        pid = self._find_pid(name)
-        beat = self._known.get(name)
-        return (None if pid is None else read_location(pid)) or (None if beat is None else beat.location)
-
-    def _receive(self, name: str, reference: Any) -> None:
-        try:
-            beat: Heartbeat = self._ray.get(reference)
-        except Exception as error:
-            if isinstance(convert_error(self._ray, error, name, "its rollouts"), ProcessLost):
-                return  # its rollouts report it too
-            raise
-        before = self._known.get(name)
-        if beat.location is not None and (before is None or beat.changed != before.changed):
-            self._rollout_status.set(name, beat.location)
-        self._known[name] = beat
-
-    def close(self) -> None:
-        """Remove the workers from the rollout status."""
-        for name in self._workers:
-            self._rollout_status.remove(name)
-
-
-NewMonitor = Callable[..., HeartbeatMonitor]  # of workers by name, and what is called with finished rollouts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """A running group, and the replacements of each process when it started."""
-
-    name: GroupName
-    part: Part
-    snapshots: Any
-    before: Counter[str]
-
-
-class RemoteGroupPlayer:
-    """Runs groups of several steps, one call per group; group g of a step runs on worker g mod W and engine
-    g mod E.
-
-    A lost process is replaced and its groups are started again: first with others, then alone on their
-    worker; a group that breaks it alone is masked.
-    """
-
-    def __init__(
-        self,
-        ray: Any,
-        processes: "RemoteProcesses",
-        *,
-        hooks: Sequence[Hook],
-        version: Callable[[], int],
-        new_monitor: NewMonitor,
-    ) -> None:
-        self._ray, self._processes, self._copied = ray, processes, portable(hooks)
-        self._version, self._new_monitor = version, new_monitor
-        self._calls: dict[Any, _Call] = {}
-        self._waiting: dict[int, deque[_Call]] = {}  # by worker
-        self._last_faults: dict[str, ProcessLost] = {}
-        self._beats = self._new_beats()
-
-    def begin(self, step: PendingStep, groups: Sequence[int], *, is_again: bool) -> None:
-        snapshots = self._ray.put([hook.snapshot() for hook in self._copied])  # once for all groups
-        for number in groups:
-            job = Job(
-                tasks=[step.tasks[number]],
-                modes=[step.modes[number]],
-                training_step=step.step,
-                continued=False,
-                is_training=True,
-                version=self._version(),
-                snapshots=(),
-                calls=(0, 0, 1),
-                num_spent=0,
-                max_concurrent=max(1, len(step.modes[number])),
-                engine=number,
-            )
-            self._enqueue((step.step, number), Part(job), snapshots)
-        self._send()
-        if is_again:
-            self._processes.replace({}, num_groups=len(groups))
-
-    def _enqueue(self, name: GroupName, part: Part, snapshots: Any) -> None:
-        call = _Call(name=name, part=part, snapshots=snapshots, before=Counter())
-        self._waiting.setdefault(self._worker(call), deque()).append(call)
-
-    def _send(self) -> None:
-        """Start waiting groups; one that has to run alone waits for its worker, and others wait for it."""
-        for number, waiting in self._waiting.items():
-            while waiting:
-                now = [call for call in self._calls.values() if self._worker(call) == number]
-                if any(call.part.is_alone for call in now) or (waiting[0].part.is_alone and now):
-                    break
-                call = replace(waiting.popleft(), before=Counter(self._processes.repairs.num_replaced))
-                play = self._processes.workers[number].play.options(concurrency_group="play")
-                self._calls[play.remote(call.part.job, call.snapshots)] = call
-
-    def _worker(self, call: _Call) -> int:
-        return call.name[1] % len(self._processes.workers)
-
-    def poll(self, *, waits: bool) -> Mapping[GroupName, GroupResult]:
-        results: dict[GroupName, GroupResult] = {}
-        broken: list[tuple[_Call, ProcessLost]] = []
-        if self._known_replacements != self._processes.repairs.num_replaced:  # replaced during an evaluation
-            self._beats = self._new_beats()
-        faults = dict(self._beats())
-        calls = list(self._calls)
-        if calls:
-            ready, _ = self._ray.wait(calls, num_returns=1, timeout=_TICK_S if waits else 0)
-            if ready:  # also all others that are ready
-                ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
-            for reference in ready:
-                call = self._calls.pop(reference)
-                outcome = get_answer(self._ray, reference, worker_name(self._worker(call)), "its rollouts")
-                if isinstance(outcome, ProcessLost):
-                    # otherwise it was replaced after the start of this group
-                    if self._processes.repairs.num_replaced[outcome.process] == call.before[outcome.process]:
-                        outcome = add_location(outcome, self._beats.last_location(outcome.process))
-                        faults.setdefault(outcome.process, outcome)
-                    else:
-                        outcome = self._last_faults.get(outcome.process, outcome)
-                    broken.append((call, faults.get(outcome.process, outcome)))
-                else:
-                    results[call.name] = _group(outcome)
-        for worker, fault in faults.items():
-            parts = [call.part for call in [*self._calls.values(), *(call for call, _ in broken)]
-                    if worker_name(self._worker(call)) == worker]  # fmt: skip
-            fault.is_charged = not any(part.num_breaks or part.is_alone for part in parts)
-        self._last_faults |= faults
-        if faults or broken:
-            self._processes.replace(faults, num_groups=len(broken))
-            self._beats = self._new_beats()
-        for call, fault in broken:
-            if (masked := self._retry(call, fault)) is not None:
-                results[call.name] = masked
-        self._send()
-        return results
-
-    def _retry(self, call: _Call, fault: ProcessLost) -> GroupResult | None:
-        """Start a failed group again, or mask it."""
-        part = call.part
-        if fault.process == worker_name(self._worker(call)):
-            part.num_breaks += 1
-            part.faults.append(fault)
-        if part.is_spent and part.is_alone:
-            self._processes.repairs.refund(1)
-            return _group(part.masked())
-        next_part = Part(part.job, is_alone=True) if part.is_spent else part
-        self._enqueue(call.name, next_part, call.snapshots)
-        return None
-
-    def cancel(self) -> None:
-        for worker in self._processes.workers:
-            worker.leave.remote()
-        self._calls.clear()
-        self._waiting.clear()
-        self._beats.close()
-
-    def _new_beats(self) -> HeartbeatMonitor:
-        self._known_replacements = Counter(self._processes.repairs.num_replaced)
-        workers = {worker_name(number): worker for number, worker in enumerate(self._processes.workers)}
-        return self._new_monitor(workers)
-
-
-def _group(result: JobResult) -> GroupResult:
-    return GroupResult(report=result.report, gathered=result.gathered, seconds=result.seconds)

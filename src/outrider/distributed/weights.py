@@ -1,24 +1,26 @@
-"""Transfer of new weights to the engines: in pieces, with a version, and checked on arrival.
+"""Transfer of new weights to the engines, with a version, and checked on arrival.
 
-A piece is safetensors in memory. A carrier (Ray's object store, or files in a shared folder) is a small
-class; packing, checks and the order of calls are the same for all of them.
+Two ways: a file in memory that all processes of a machine share (on several machines, in the run's folder),
+or NCCL from the GPUs of the trainer ranks to those of vLLM. Engines read only the tensors that have changed.
 """
 
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
-from safetensors.torch import load, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from outrider.distributed.ray_session import results
+from outrider.distributed.processes import SHARED_MEMORY, Cluster, Process
 from outrider.engines.base import EngineSettings
-from outrider.engines.vllm.engine import require_vllm
+from outrider.engines.vllm.engine import require_interface
 from outrider.engines.vllm.weight_sum import NAME, append_sum
 from outrider.errors import ClusterFault, ConfigError
 from outrider.training.adapters import (
@@ -30,82 +32,151 @@ from outrider.training.adapters import (
 )
 from outrider.training.learner import Learner
 
-PIECE_BYTES: Final = 128 * 2**20
-
-
-class Carrier(Protocol):
-    """Transfers bytes to other processes; handles can be pickled."""
-
-    def put(self, piece: bytes) -> Any:
-        """Store a piece and return its handle."""
-        ...
-
-    def get(self, handle: Any) -> bytes:
-        """Return the piece, in any process."""
-        ...
-
-    def drop(self, handle: Any) -> None:
-        """Delete a piece."""
-        ...
-
-
-class ObjectStore:
-    """``store``: Ray's object store, with one copy in shared memory per machine."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray = ray
-
-    def put(self, piece: bytes) -> Any:
-        return self._ray.put(piece)
-
-    def get(self, handle: Any) -> bytes:
-        return bytes(self._ray.get(handle))
-
-    def drop(self, handle: Any) -> None:
-        """Do nothing: Ray counts references to the handle."""
-
-
-class Folder:
-    """``disk``: files in a folder that all machines share."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._num_put = 0
-        for stale in path.glob("weights-*.safetensors"):  # of a run that was killed
-            stale.unlink(missing_ok=True)
-
-    def put(self, piece: bytes) -> str:
-        target = self._path / f"weights-{self._num_put}.safetensors"
-        self._num_put += 1
-        try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(piece)
-        except OSError as error:
-            raise ClusterFault(f"cluster.weights = disk: {target}: {error.strerror}") from error
-        return str(target)
-
-    def get(self, handle: str) -> bytes:
-        try:
-            return Path(handle).read_bytes()
-        except OSError as error:
-            raise ClusterFault(
-                f"cluster.weights = disk: {handle}: {error.strerror}; the run's folder has to be on storage "
-                "that all machines share"
-            ) from error
-
-    def drop(self, handle: str) -> None:
-        Path(handle).unlink(missing_ok=True)
+_CRC_BYTES: Final = 2**24  # per read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parcel:
-    """Packed weights: ``names`` are all parameters, ``checksum`` is the CRC-32 of all pieces."""
+    """Weights in a file of safetensors.
+
+    Attributes:
+        version: Version of the weights.
+        path: File with all tensors.
+        checksum: CRC-32 of the file.
+        previous: Version that was sent before, or None.
+        changed: Names of the tensors that differ from those of ``previous``.
+    """
 
     version: int
-    names: tuple[str, ...]
-    pieces: tuple[Any, ...]
-    num_bytes: int
+    path: str
     checksum: int
+    previous: int | None
+    changed: tuple[str, ...]
+
+
+class WeightFiles:
+    """Writes one file per version; the newest one stays for engines that replace others."""
+
+    def __init__(self, cluster: Cluster, run_folder: Path) -> None:
+        self._cluster, self._run_folder = cluster, run_folder
+        self._folder: Path | None = None
+        self.newest: Parcel | None = None
+
+    @torch.no_grad()
+    def write(self, tensors: Mapping[str, Tensor], version: int) -> Parcel:
+        """Write all tensors, unless they equal those of the version before. That file may still be read until
+        :meth:`drop_older`.
+
+        Raises ClusterFault if the file cannot be written.
+        """
+        own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        folder = self._choose_folder(sum(tensor.nbytes for tensor in own.values()))
+        path = folder / f"weights-{version}.safetensors"
+        before, previous, changed = self.newest, None, tuple(own)
+        try:
+            if before is not None:
+                previous, changed = before.version, _changed(own, before.path)
+            if before is not None and not changed:
+                self.newest = replace(before, version=version, previous=previous, changed=())
+                return self.newest
+            temporary = path.with_suffix(".tmp")
+            save_file({name: _unshared(tensor) for name, tensor in own.items()}, temporary)
+            temporary.replace(path)
+            checksum = file_crc(path)
+        except (OSError, SafetensorError) as error:
+            raise ClusterFault(f"the weights for the engines: {path}: {error}") from error
+        self.newest = Parcel(
+            version=version, path=str(path), checksum=checksum, previous=previous, changed=changed
+        )
+        return self.newest
+
+    def _choose_folder(self, num_bytes: int) -> Path:
+        """Return the folder of the files: shared memory if two versions fit there."""
+        if self._folder is not None:
+            return self._folder
+        if not self._cluster.is_local:
+            self._folder = self._run_folder.resolve()
+        elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
+            self._folder = SHARED_MEMORY / self._cluster.folder.name
+        else:
+            self._folder = self._cluster.folder
+            self._cluster.note(
+                f"{SHARED_MEMORY} has no room for two versions of the weights ({2 * num_bytes / 1e9:.1f} "
+                f"GB): they are written to {self._folder}"
+            )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.drop_older()  # of a run that was killed
+        return self._folder
+
+    def drop_older(self) -> None:
+        """Delete all versions but the newest one."""
+        if self._folder is not None:
+            newest = None if self.newest is None else Path(self.newest.path)
+            for path in self._folder.glob("weights-*"):
+                if path != newest:
+                    path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Delete all files; may be called twice. The cluster removes the folder."""
+        self.newest = None
+        self.drop_older()
+
+
+def _changed(tensors: Mapping[str, Tensor], path: str) -> tuple[str, ...]:
+    """Return the names of the tensors that differ from a file's in any bit."""
+    with safe_open(path, "pt") as file:
+        known = set(file.keys())
+        return tuple(
+            name
+            for name, tensor in tensors.items()
+            if name not in known or not torch.equal(_bits(file.get_tensor(name)), _bits(tensor))
+        )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    # as numbers, -0 would equal 0
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _unshared(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that is a part of a larger storage, which safetensors would refuse."""
+    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+
+
+def file_crc(path: Path | str) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while data := file.read(_CRC_BYTES):
+            checksum = zlib.crc32(data, checksum)
+    return checksum
+
+
+@torch.no_grad()
+def read(parcel: Parcel, into: Mapping[str, Tensor], *, version: int | None) -> int:
+    """Copy a parcel into tensors by name, or only what has changed if their ``version`` is the one before;
+    returns the number of bytes. Raises ClusterFault if the weights differ from those that were sent.
+    """
+    num_bytes = 0
+    if version is not None and version == parcel.previous and not parcel.changed:
+        return num_bytes
+    try:
+        if file_crc(parcel.path) != parcel.checksum:
+            raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
+        with safe_open(parcel.path, "pt") as file:
+            is_next = version is not None and version == parcel.previous
+            for name in parcel.changed if is_next else file.keys():
+                tensor = file.get_tensor(name)
+                if name not in into or into[name].shape != tensor.shape:
+                    raise ClusterFault(f"weights of another model were sent: {name} {tuple(tensor.shape)}")
+                into[name].copy_(tensor)
+                num_bytes += tensor.nbytes
+    except OSError as error:
+        raise ClusterFault(
+            f"{parcel.path}: {error.strerror or error}; the run's folder has to be on storage that all "
+            "machines share"
+        ) from error
+    return num_bytes
 
 
 def engine_weights(learner: Learner, engine: EngineSettings) -> dict[str, Tensor]:
@@ -135,50 +206,7 @@ def require_ties(model: nn.Module) -> None:
         )
 
 
-def pack(tensors: Mapping[str, Tensor], *, version: int, carrier: Carrier) -> Parcel:
-    """Pass all tensors to the carrier, piece by piece."""
-    handles: list[Any] = []
-    checksum = num_bytes = 0
-    try:
-        for names in pieces({name: tensor.nbytes for name, tensor in tensors.items()}):
-            # cloned, because a tensor may be a view or shared
-            piece = save({name: tensors[name].detach().cpu().clone().contiguous() for name in names})
-            checksum, num_bytes = zlib.crc32(piece, checksum), num_bytes + len(piece)
-            handles.append(carrier.put(piece))
-    except BaseException:
-        drop(handles, carrier)
-        raise
-    return Parcel(
-        version=version, names=tuple(tensors), pieces=tuple(handles), num_bytes=num_bytes, checksum=checksum
-    )
-
-
-@torch.no_grad()
-def unpack(parcel: Parcel, into: Mapping[str, Tensor], *, carrier: Carrier) -> int:
-    """Copy a parcel into tensors by name; returns the checksum. Raises ClusterFault if the weights differ
-    from those that were sent.
-    """
-    checksum, seen = 0, set()
-    for handle in parcel.pieces:
-        piece = carrier.get(handle)
-        checksum = zlib.crc32(piece, checksum)
-        for name, tensor in load(piece).items():
-            if name not in into or into[name].shape != tensor.shape:
-                raise ClusterFault(f"weights of another model were sent: {name} {tuple(tensor.shape)}")
-            into[name].copy_(tensor)
-            seen.add(name)
-    if checksum != parcel.checksum or seen != set(parcel.names):
-        raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
-    return checksum
-
-
-def drop(handles: Sequence[Any], carrier: Carrier) -> None:
-    """Delete pieces."""
-    for handle in handles:
-        carrier.drop(handle)
-
-
-def pieces(sizes: Mapping[str, int], *, room: int = PIECE_BYTES) -> Iterator[list[str]]:
+def pieces(sizes: Mapping[str, int], *, room: int) -> Iterator[list[str]]:
     """Split names into lists of at most ``room`` bytes; a larger tensor is a list of its own."""
     names: list[str] = []
     left = room
@@ -192,10 +220,10 @@ def pieces(sizes: Mapping[str, int], *, room: int = PIECE_BYTES) -> Iterator[lis
         yield names
 
 
-# --- Direct transfer from the GPUs of the trainer ranks to those of vLLM (``cluster.weights`` = ``nccl`` or
-# ``ipc``), through the trainer's side of vLLM's weight transfer (0.32). All ranks gather tensor by tensor;
-# rank 0 sends the tensors and calls the engines meanwhile. A broadcast of NCCL has no time limit, but the
-# call of the ranks has one: it ends them, and the run restarts from its newest checkpoint. Not yet run on a
+# --- Transfer from the GPUs of the trainer ranks to those of vLLM (``cluster.weights`` = ``nccl``), through
+# the trainer's side of vLLM's weight transfer (0.32). All ranks gather tensor by tensor; rank 0 sends the
+# tensors and calls the engines meanwhile. A broadcast of NCCL has no time limit; a rank that makes no
+# progress is ended by ``cluster.stall_s``, and the run restarts from its newest checkpoint. Not yet run on a
 # GPU. ---
 
 
@@ -251,18 +279,18 @@ class EngineClient:
     """Calls of vLLM's sender, forwarded to all engine processes concurrently.
 
     Engine ``e`` has the ranks from ``1 + e * tensor_parallel`` of the transfer. Raises ClusterFault for an
-    engine that does not respond in time.
+    engine that died.
     """
 
-    def __init__(self, ray: Any, actors: Sequence[Any], *, tensor_parallel: int, limit_s: float) -> None:
-        self._ray, self._actors = ray, list(actors)
-        self._tensor_parallel, self._limit_s = tensor_parallel, limit_s
-        self.num_receivers = len(self._actors) * tensor_parallel
+    def __init__(self, engines: Sequence[Process], *, tensor_parallel: int) -> None:
+        self._engines = list(engines)
+        self._tensor_parallel = tensor_parallel
+        self.num_receivers = len(self._engines) * tensor_parallel
         self.version = 0  # of the next weights
         self.num_calls = 0  # of one engine, since the last send began
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        infos = [dict(init_info) for _ in self._actors]
+        infos = [dict(init_info) for _ in self._engines]
         for number, info in enumerate(infos):
             if "rank_offset" in info:
                 info["rank_offset"] += number * self._tensor_parallel
@@ -270,49 +298,37 @@ class EngineClient:
 
     def start_weight_update(self) -> None:
         self.num_calls = 0
-        self._call_all("begin_update", [()] * len(self._actors))
+        self._call_all("begin_update", [()] * len(self._engines))
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        self._call_all("take", [(dict(update_info),)] * len(self._actors))
+        self._call_all("take", [(dict(update_info),)] * len(self._engines))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        versions = self._call_all("end_update", [(self.version,)] * len(self._actors))
+        versions = self._call_all("end_update", [(self.version,)] * len(self._engines))
         if wrong := [number for number, version in enumerate(versions) if version != self.version]:
             raise ClusterFault(f"engine {wrong[0]} has other weights than version {self.version}")
 
-    def _call_all(self, method: str, argument_lists: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call_all(self, method: str, arguments: Iterable[tuple[Any, ...]]) -> list[Any]:
         self.num_calls += 1
-        calls = {
-            f"engine {number}": getattr(actor, method).remote(*arguments)
-            for number, (actor, arguments) in enumerate(zip(self._actors, argument_lists, strict=True))
-        }
-        return results(
-            self._ray, calls, action=method, limit_s=self._limit_s, setting="cluster.update_timeout_s"
-        )
+        calls = [engine.call(method, *each) for engine, each in zip(self._engines, arguments, strict=True)]
+        return [call.result() for call in calls]
 
 
 class Sender:
     """A trainer rank's side, created and called on all ranks concurrently."""
 
-    def __init__(self, source: Source, client: EngineClient, *, kind: str, rank: int, address: str) -> None:
+    def __init__(self, source: Source, client: EngineClient, *, rank: int, address: str) -> None:
         """``address`` is ``host:port`` of rank 0 with a free port. Raises ModelError for another vLLM
         version.
         """
         self._source, self._client = source, client
         host, _, port = address.rpartition(":")
-        require_vllm()
-        try:
-            from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
-            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        except ImportError as error:
-            raise ConfigError(f"cluster.weights = {kind}: vLLM has no such interface ({error})") from error
-        info = (
-            IPCTrainerInitInfo(rank=rank, packed=True)
-            if kind == "ipc"
-            else NCCLTrainerInitInfo(
-                rank=rank, master_address=host, master_port=int(port), world_size=1 + client.num_receivers
-            )
+        require_interface()
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+        info = NCCLTrainerInitInfo(
+            rank=rank, master_address=host, master_port=int(port), world_size=1 + client.num_receivers
         )
         self._engine = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 

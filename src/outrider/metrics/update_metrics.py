@@ -114,12 +114,12 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
     ),
     *group(
         "weights",
-        ("bytes", "bytes", "weights sent to all engine processes together after this step",
-         "constant", "cluster.weights"),
+        ("bytes", "bytes", "weights that all engine processes together loaded after this step",
+         "constant; 0 if the update made no step", "cluster.weights"),
         ("rpcs", "1", "calls of engine processes for one transfer of weights", "one an engine",
          "cluster.num_engines"),
         ("num_failed", "engines", "engines that did not load the weights and were replaced", {"high": 0},
-         "cluster.update_timeout_s"),
+         "cluster.stall_s"),
     ),
     *group(
         "cluster",
@@ -130,10 +130,10 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          {"high": 0}, "the log; memory of the machine"),
         ("engine_hangs", "processes",
          "engine processes that did not respond and were replaced in this step", {"high": 0},
-         "cluster.turn_timeout_s"),
+         "cluster.heartbeat_s, cluster.stall_s"),
         ("trainer_restarts", "restarts",
          "restarts of all processes from a checkpoint since the command started; in the first step after one",
-         "missing", "the log; cluster.update_timeout_s"),
+         "missing", "the log; cluster.stall_s"),
     ),
     *group(
         "staleness",

@@ -553,28 +553,11 @@ class CallBudget:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.limit = limit
-        self._whole = limit  # of the whole batch, if several processes share it
+        self.limit = limit  # a rollout worker sets the share of its group
         self.num_executed = 0
         self._limited = False
         self._open = True
         self._lock = threading.Lock()
-
-    def set_share(self, begin: int, end: int, num_groups: int) -> None:
-        """From the next batch on, limit calls to the share of groups ``begin`` to ``end`` of ``num_groups``.
-
-        For a batch that several processes share. The shares of all groups add up to the limit.
-        """
-        if self._whole is not None:
-            self.limit = self._whole * end // num_groups - self._whole * begin // num_groups
-
-    def resume_batch(self, num_spent: int) -> None:
-        """Continue a limited batch in which another process, or this one before a restart, has executed
-        ``num_spent`` calls.
-        """
-        self._limited = self.limit is not None
-        self.num_executed = num_spent
-        self.begin_round()
 
     def begin_batch(self, *, limited: bool) -> None:
         """Reset the count for a new batch."""

@@ -1,17 +1,19 @@
-"""Rollouts that are generated during updates: those of the next step (``cluster.max_staleness``), or groups
-of several steps (``cluster.in_flight``). ``queue.jsonl`` of a checkpoint stores them, so that a resumed run
-trains on the same ones.
+"""Groups of later steps that are rolled out during the updates of earlier ones (``cluster.max_staleness``).
 
-The first line of the file describes the steps, every other line is a group. Floats keep all their bits;
-nothing is pickled.
+The queue begins the groups of step s + k when those of step s are collected, with weights of version s or
+newer ones, so that none of their tokens is older than k versions at their update. Up to k = 1, new weights
+wait until all groups have ended: everything then happens in the order of a run that alternates rollouts and
+updates, and the same seed gives the same bits. With more, engines take new weights between two turns of an
+episode, and which version samples a turn depends on speed.
+
+``queue.jsonl`` of a checkpoint stores the groups that have ended, so that a resumed run trains on the same
+ones. Its first line describes the steps, every other line is a group. Floats keep all their bits; nothing is
+pickled.
 """
 
 import json
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,73 +21,173 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from pydantic import TypeAdapter
 
+from outrider.algorithms.base import TaskChoice
 from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.printing import plural
 from outrider.rollout.branching import Expansion
-from outrider.rollout.scheduler import RolloutReport, largest
+from outrider.rollout.scheduler import RolloutReport
 from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import (
-    QueuedStep,
-    SampledStep,
-    demonstrate_tasks,
-    group_modes,
-    plan_step,
-    play_step,
-)
+from outrider.training.data import QueuedStep, Round, Rounds, SampledStep, plan_step, step_rounds
 from outrider.types import Task
 
 if TYPE_CHECKING:
-    from outrider.distributed.rollouts import RemoteGroupPlayer
     from outrider.training.resume import RunState
 
 _HELP: Final = dict[int, tuple[Insertion, ...]]
 QUEUE: Final = "queue.jsonl"
+_TICK_S: Final = 0.5  # between updates of the display
 _ValueT = TypeVar("_ValueT")
 
+GroupName = tuple[int, int]  # step, and number in it
 
-def write_queue(folder: Path, queued: QueuedStep) -> None:
-    """Write the prefetched step into a checkpoint. Raises OSError."""
-    sampled = queued.sampled
-    selected = {id(trace) for trace in sampled.selected}
+
+@dataclass(slots=True, kw_only=True)
+class GroupResult:
+    """One group that has ended after ``seconds``; ``gathered`` are the results of the copies of the hooks,
+    which the hooks absorb once. None: the group is masked, or it is from a checkpoint.
+    """
+
+    report: RolloutReport
+    gathered: list[Any] | None
+    seconds: float
+    num_calls: int = 0
+    is_absorbed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class PendingStep:
+    """A step that has begun, and its groups that have ended, numbered through its rounds.
+
+    ``cursor`` is the position in the order of tasks before the step. ``round`` is the current one, ``offset``
+    the number of groups before it.
+    """
+
+    step: int
+    cursor: int
+    first: Round
+    is_chosen: bool  # by the algorithm, not drawn from the order of tasks
+    results: dict[int, GroupResult] = field(default_factory=dict)
+    rounds: Rounds | None = None  # None: it is from a checkpoint and has not begun again
+    sampled: SampledStep | None = None  # at once for a step without groups, for example of replays only
+    offset: int = 0
+    round: Round = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.round = self.first
+
+    @property
+    def numbers(self) -> range:
+        """The groups of the current round."""
+        return range(self.offset, self.offset + len(self.round.tasks))
+
+    @property
+    def missing(self) -> list[int]:
+        """The groups of the current round that have not ended."""
+        return [number for number in self.numbers if number not in self.results]
+
+    def next_round(self, rounds: Rounds) -> Round | None:
+        """Begin with the rounds; returns the first one, or None if there is none."""
+        self.rounds = rounds
+        try:
+            return next(rounds)
+        except StopIteration as end:
+            self.sampled = end.value
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSnapshot:
+    """Steps that have begun, in order; ``counts`` are the algorithm's at the newest recorded metrics."""
+
+    steps: Sequence[PendingStep]
+    counts: Sequence[Mapping[str, int]]
+
+
+def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
+    """Write the queue into a checkpoint. Raises OSError."""
     head = {
-        "is_filtered": sampled.is_filtered,
-        "faults": dict(sampled.faults),
-        "fault_reasons": list(sampled.fault_reasons),
-        "num_extra_batches": sampled.num_extra_batches,
-        "cursor": sampled.cursor,
-        "loop_lag_s": sampled.loop_lag_s,
-        "counts": [dict(entry) for entry in queued.counts],
-        "seconds": queued.seconds,
+        "counts": [dict(entry) for entry in snapshot.counts],
+        "steps": [
+            {
+                "step": entry.step,
+                "cursor": entry.cursor,
+                "next_cursor": entry.first.cursor,
+                "is_chosen": entry.is_chosen,
+                "tasks": [asdict(task) for task in entry.first.tasks],
+                "modes": [list(modes) for modes in entry.first.modes],
+            }
+            for entry in snapshot.steps
+        ],
     }
-    groups = [group_to_dict(trace) | {"is_trained": id(trace) in selected} for trace in sampled.traces]
+    groups = [
+        {
+            "step": entry.step,
+            "group": number,
+            "seconds": group.seconds,
+            "num_calls": group.num_calls,
+            "num_batches": group.report.num_batches,
+            "num_retries": group.report.num_retries,
+            "faults": dict(group.report.faults),
+            "fault_reasons": list(group.report.fault_reasons),
+            "loop_lag_s": group.report.loop_lag_s,
+            "traces": [group_to_dict(trace) for trace in group.report.traces],
+        }
+        for entry in snapshot.steps
+        for number, group in sorted(entry.results.items())
+    ]
     # An environment may put any object into a node's metadata; the trace files have its text too.
     lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
     (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
 
 
-def read_queue(folder: Path) -> QueuedStep | None:
-    """Read the prefetched step of a checkpoint whose files are complete; None if there is none.
+def read_snapshot(folder: Path) -> QueueSnapshot | None:
+    """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
 
-    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
+    Raises ConfigError for a queue of an earlier version, OSError, and ValueError, KeyError or TypeError
+    for damaged data.
     """
     lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
     if not lines:
         return None
     head, *groups = lines
-    traces = [read_group(group) for group in groups]
-    sampled = SampledStep(
-        is_filtered=bool(head["is_filtered"]),
-        traces=traces,
-        selected=[trace for trace, group in zip(traces, groups, strict=True) if group["is_trained"]],
-        faults=Counter(head["faults"]),
-        fault_reasons=tuple(head["fault_reasons"]),
-        num_extra_batches=int(head["num_extra_batches"]),
-        cursor=int(head["cursor"]),
-        loop_lag_s=head.get("loop_lag_s"),
+    if not all("next_cursor" in entry for entry in head.get("steps", [{}])):
+        raise ConfigError(  # no damage, for which an older checkpoint would be taken
+            f"{folder / QUEUE} is from an earlier version, whose rollouts ahead cannot be continued: finish "
+            "the run with that version, or resume from a checkpoint without this file"
+        )
+    steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
+    for group in groups:
+        report = RolloutReport(
+            traces=[read_group(trace) for trace in group["traces"]],
+            num_batches=int(group["num_batches"]),
+            num_retries=int(group["num_retries"]),
+            faults=Counter(group["faults"]),
+            fault_reasons=tuple(group["fault_reasons"]),
+            loop_lag_s=group["loop_lag_s"],
+        )
+        steps[int(group["step"])].results[int(group["group"])] = GroupResult(
+            report=report,
+            gathered=None,
+            seconds=float(group["seconds"]),
+            num_calls=int(group["num_calls"]),
+            is_absorbed=True,
+        )
+    return QueueSnapshot(steps=list(steps.values()), counts=head["counts"])
+
+
+def _parse_step(values: Mapping[str, Any]) -> PendingStep:
+    return PendingStep(
+        step=int(values["step"]),
+        cursor=int(values["cursor"]),
+        first=Round(
+            tasks=[read_task(task) for task in values["tasks"]],
+            modes=[tuple(modes) for modes in values["modes"]],
+            cursor=int(values["next_cursor"]),
+        ),
+        is_chosen=bool(values["is_chosen"]),
     )
-    return QueuedStep(sampled=sampled, counts=head["counts"], seconds=float(head["seconds"]))
 
 
 def group_to_dict(trace: Trace) -> dict[str, Any]:
@@ -143,336 +245,132 @@ def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:
     return result
 
 
-# ``queue.jsonl`` with groups of several steps (``cluster.in_flight``): those that have ended.
-
-
-@dataclass(slots=True, kw_only=True)
-class GroupResult:
-    """One group that has ended after ``seconds``; ``gathered`` are the results of the copies of the hooks,
-    None after the hooks have absorbed them.
-    """
-
-    report: RolloutReport
-    gathered: list[Any] | None
-    seconds: float
-
-
-@dataclass(slots=True, kw_only=True)
-class PendingStep:
-    """A step that has begun: the task and the modes of every group, the ``cursor`` after its tasks, and the
-    groups that have ended, by number.
-    """
-
-    step: int
-    tasks: Sequence[Task]
-    modes: Sequence[tuple[str, ...]]
-    cursor: int
-    results: dict[int, GroupResult] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueSnapshot:
-    """Steps that have begun, in order; ``counts`` are the algorithm's at the newest recorded metrics."""
-
-    steps: Sequence[PendingStep]
-    counts: Sequence[Mapping[str, int]]
-
-
-def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
-    """Write the queue into a checkpoint. Raises OSError."""
-    head = {
-        "counts": [dict(entry) for entry in snapshot.counts],
-        "steps": [
-            {
-                "step": entry.step,
-                "tasks": [asdict(task) for task in entry.tasks],
-                "modes": [list(modes) for modes in entry.modes],
-                "cursor": entry.cursor,
-            }
-            for entry in snapshot.steps
-        ],
-    }
-    groups = [
-        {
-            "step": entry.step,
-            "group": number,
-            "seconds": group.seconds,
-            "num_batches": group.report.num_batches,
-            "num_retries": group.report.num_retries,
-            "faults": dict(group.report.faults),
-            "fault_reasons": list(group.report.fault_reasons),
-            "loop_lag_s": group.report.loop_lag_s,
-            "traces": [group_to_dict(trace) for trace in group.report.traces],
-        }
-        for entry in snapshot.steps
-        for number, group in sorted(entry.results.items())
-    ]
-    lines = [json.dumps(entry, default=str) + "\n" for entry in (head, *groups)]
-    (folder / QUEUE).write_text("".join(lines), encoding="utf-8")
-
-
-def read_snapshot(folder: Path) -> QueueSnapshot | None:
-    """Read the queue of a checkpoint whose files are complete; None if no step was in progress.
-
-    Raises OSError, and ValueError, KeyError or TypeError for damaged data.
-    """
-    lines = [parsed(line) for line in whole_lines(folder / QUEUE)]
-    if not lines:
-        return None
-    head, *groups = lines
-    steps = {int(entry["step"]): _parse_step(entry) for entry in head["steps"]}
-    for group in groups:
-        report = RolloutReport(
-            traces=[read_group(trace) for trace in group["traces"]],
-            num_batches=int(group["num_batches"]),
-            num_retries=int(group["num_retries"]),
-            faults=Counter(group["faults"]),
-            fault_reasons=tuple(group["fault_reasons"]),
-            loop_lag_s=group["loop_lag_s"],
-        )
-        result = GroupResult(report=report, gathered=None, seconds=float(group["seconds"]))
-        steps[int(group["step"])].results[int(group["group"])] = result
-    return QueueSnapshot(steps=list(steps.values()), counts=head["counts"])
-
-
-def _parse_step(values: Mapping[str, Any]) -> PendingStep:
-    return PendingStep(
-        step=int(values["step"]),
-        tasks=[read_task(task) for task in values["tasks"]],
-        modes=[tuple(modes) for modes in values["modes"]],
-        cursor=int(values["cursor"]),
-    )
-
-
-# Rollouts of the next step during the update of this one (``cluster.max_staleness`` 1).
-#
-# A thread waits for the rollout workers. Their results are absorbed only after the previous step is recorded.
-# So this thread never changes state that the main thread reads, and everything happens in the order of a run
-# that alternates rollouts and updates: the same bits at any speed.
-
-
-_TICK_S: Final = 0.5  # between updates of the display
-_JOIN_TIMEOUT_S: Final = 10.0  # a thread that replaces a process may take longer to end
-
-
-class _Cancelled(Exception):
-    """Ends the thread after :meth:`RolloutPrefetch.cancel`."""
-
-
-class RolloutPrefetch:
-    """The rollouts of one step, generated in a thread of their own.
-
-    ``play`` gets this object and returns the step. It must call :meth:`mark_sent` and :meth:`mark_done`.
-    """
-
-    def __init__(
-        self, play: Callable[["RolloutPrefetch"], SampledStep], *, counts: list[dict[str, int]]
-    ) -> None:
-        self._counts = counts
-        self._sent, self._done, self._released = (threading.Event() for _ in range(3))
-        self._is_cancelled = False
-        self._sampled: SampledStep | None = None
-        self._error: BaseException | None = None
-        self._began = time.perf_counter()
-        self._seconds = 0.0
-        self.progress = ""
-        self._thread = threading.Thread(
-            target=self._run, args=(play,), name="rollouts of the next step", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, play: Callable[["RolloutPrefetch"], SampledStep]) -> None:
-        try:
-            self._sampled = play(self)
-        except BaseException as error:  # raised in the thread that waits
-            self._error = error
-        finally:
-            self._sent.set()
-            self._done.set()
-
-    def mark_sent(self) -> None:
-        """The rollout workers have everything that they need from this process."""
-        self._sent.set()
-        self.raise_if_cancelled()
-
-    def mark_done(self) -> None:
-        """The rollouts are finished; wait until this process may absorb their results."""
-        if not self._done.is_set():  # else these are further ones for groups that a filter dropped
-            self._seconds = time.perf_counter() - self._began
-        self._done.set()
-        self._released.wait()
-        self.raise_if_cancelled()
-
-    def on_finished(self, num_done: int, num_total: int) -> None:
-        """Store the progress of the rollouts for :meth:`wait`."""
-        self.progress = f"{num_done}/{num_total}"
-        self.raise_if_cancelled()
-
-    def raise_if_cancelled(self) -> None:
-        """End the thread if the rollouts were cancelled; ``play`` calls this regularly while it waits."""
-        if self._is_cancelled:
-            raise _Cancelled
-
-    def wait_until_sent(self) -> None:
-        """Afterwards this process may change what rollouts begin with. Raises what the thread raised."""
-        self._sent.wait()
-        self._raise()
-
-    def wait(self, *, on_tick: Callable[[str], None]) -> None:
-        """Wait until the rollouts have ended: then the engines are idle and can get new weights. Raises what
-        the thread raised.
-        """
-        while not self._done.wait(_TICK_S):
-            on_tick(self.progress)
-        self._raise()
-
-    def collect(self) -> QueuedStep:
-        """Absorb the results and return the step. Raises what the thread raised."""
-        self._released.set()
-        self._thread.join()
-        self._raise()
-        assert self._sampled is not None
-        return QueuedStep(sampled=self._sampled, counts=self._counts, seconds=self._seconds)
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def cancel(self) -> None:
-        """Discard the rollouts and end their thread. If it still ran when the processes end, it would replace
-        them.
-        """
-        self._is_cancelled = True
-        self._released.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
-
-
-@contextmanager
-def prefetch_rollouts(parts: Components, sampled: SampledStep, *, step: int) -> Iterator[RolloutPrefetch]:
-    """Generate the rollouts of the next ``step`` during the update on ``sampled``; they are cancelled if the
-    update fails.
-    """
-    remote = parts.remote
-    assert remote is not None  # the settings require engines in other processes
-
-    def play(prefetch: RolloutPrefetch) -> SampledStep:
-        rollouts = remote.rollouts(parts, training=True, on_finished=prefetch.on_finished, prefetch=prefetch)
-        return play_step(parts, rollouts, step=step, cursor=sampled.cursor)
-
-    prefetch = RolloutPrefetch(play, counts=parts.algorithm.counts())
-    try:
-        prefetch.wait_until_sent()
-        yield prefetch
-    except BaseException:
-        prefetch.cancel()
-        raise
-
-
-# Groups of several steps in progress at once (``cluster.in_flight``), collected in the order of their tasks.
-#
-# Update u begins with weights of version u. A group of update u begins once the engines have version u - k (k
-# = ``cluster.max_staleness``), and their version never decreases. So none of its tokens is older than k
-# versions when it is trained on, and nothing is dropped for its age. Which version samples a turn depends on
-# speed, so the same seed does not give the same bits.
-
-
-GroupName = tuple[int, int]  # step, and number in it
-
-
 class AsyncRolloutQueue:
     """The steps that have begun and are not trained on. Its methods are called by the thread that trains."""
 
-    def __init__(
-        self,
-        parts: Components,
-        player: "RemoteGroupPlayer",
-        *,
-        step: int,
-        cursor: int,
-        snapshot: QueueSnapshot | None,
-    ) -> None:
+    def __init__(self, parts: Components, *, step: int, cursor: int, snapshot: QueueSnapshot | None) -> None:
         """``step`` is the next one to train on, ``cursor`` where its tasks begin. Groups of the ``snapshot``
-        of a checkpoint that had not ended start again. Raises ConfigError for hooks that branch.
+        of a checkpoint that had not ended start again. Raises ConfigError for hooks and algorithms that need
+        the results of a step before the next one begins, if several steps are ahead.
         """
+        assert parts.remote is not None  # the settings require engines in other processes
+        self._parts, self._pool = parts, parts.remote.pool
+        self._is_far = parts.settings.cluster.max_staleness > 1
         hooks = parts.algorithm.hooks
-        if any(hook.first_wave is not None or isinstance(hook, Expansion) for hook in hooks):
-            raise ConfigError("cluster.in_flight goes without rollouts that branch")
-        self._parts, self._player = parts, player
+        if self._is_far and any(hook.first_wave is not None or isinstance(hook, Expansion) for hook in hooks):
+            raise ConfigError("cluster.max_staleness above 1 goes without rollouts that branch")
         self._counts = parts.algorithm.counts() if snapshot is None else snapshot.counts
         self._steps = {} if snapshot is None else {pending.step: pending for pending in snapshot.steps}
         self._next = max(self._steps, default=step - 1) + 1
-        self._cursor = self._steps[self._next - 1].cursor if self._steps else cursor
+        self._cursor = self._steps[self._next - 1].first.cursor if self._steps else cursor
         self.num_restarted_groups = 0
         for pending in self._steps.values():
-            missing = [group for group in range(len(pending.tasks)) if group not in pending.results]
-            self.num_restarted_groups += len(missing)
-            player.begin(pending, missing, is_again=True)
+            self.num_restarted_groups += len(pending.missing)
+            self._begin_again(pending)
 
     def begin(self, last: int) -> None:
         """Start the groups of all steps up to ``last``; groups in progress continue."""
         while self._next <= last:
-            pending = self._steps[self._next] = self._plan(self._next)
-            self._next, self._cursor = self._next + 1, pending.cursor
-            self._player.begin(pending, range(len(pending.tasks)), is_again=False)
+            _, cursor, choice = plan_step(self._parts, step=self._next, cursor=self._cursor)
+            if self._is_far and choice.group_filter is not None:
+                raise ConfigError(
+                    "cluster.max_staleness above 1 goes without an algorithm that leaves groups out of a step"
+                )
+            pending = PendingStep(
+                step=self._next,
+                cursor=self._cursor,
+                first=Round(tasks=(), modes=(), cursor=cursor),
+                is_chosen=choice.tasks is not None,
+            )
+            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
+            pending.first = pending.round = pending.next_round(rounds) or pending.first
+            self._steps[self._next] = pending
+            self._next, self._cursor = self._next + 1, pending.first.cursor
+            self._submit(pending)
 
-    def _plan(self, step: int) -> PendingStep:
-        order, cursor, choice = plan_step(self._parts, step=step, cursor=self._cursor)
-        if choice.group_filter is not None:
-            raise ConfigError("cluster.in_flight goes without an algorithm that leaves groups out of a step")
-        if choice.tasks is not None:
-            tasks = list(choice.tasks)
+    def _begin_again(self, pending: PendingStep) -> None:
+        """Start what had not ended at a checkpoint. The tasks and their number are those of the checkpoint,
+        because the algorithm's choice may depend on what it has learned since.
+        """
+        tasks = pending.first.tasks
+        if pending.is_chosen:
+            choice = TaskChoice(num_groups=len(tasks), tasks=tasks)
         else:
-            tasks, cursor = order.draw(choice.num_groups, cursor=cursor)
-        demonstrate_tasks(self._parts, tasks)
-        modes = [tuple(group_modes(self._parts, step, group)) for group in range(len(tasks))]
-        return PendingStep(step=step, tasks=tasks, modes=modes, cursor=cursor)
+            _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
+            choice = TaskChoice(num_groups=len(tasks), group_filter=choice.group_filter)
+        pending.next_round(step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice))
+        self._submit(pending)
+
+    def _submit(self, pending: PendingStep, *, num_calls: int = 0) -> None:
+        """Start the missing groups of the current round, after ``num_calls`` tool calls of earlier rounds."""
+        limit: int | None = getattr(self._parts.settings.environment, "max_batch_calls", None)
+        tasks, modes = pending.round.tasks, pending.round.modes
+        self._pool.submit(
+            {
+                (pending.step, number): (tasks[number - pending.offset], modes[number - pending.offset])
+                for number in pending.missing
+            },
+            training_step=pending.step,
+            is_training=True,
+            max_calls=None if limit is None else max(0, limit - num_calls),
+        )
 
     def collect(self, step: int, *, on_tick: Callable[[str], None]) -> QueuedStep:
         """Wait for all groups of a step, and collect their results in the order of the groups.
 
-        ``on_tick`` is called regularly with the number of finished groups. Raises what the player raises.
+        ``on_tick`` is called regularly with the number of finished groups. Raises what the pool raises.
         """
+        from outrider.distributed.rollouts import merge_reports
+
         pending = self._steps[step]
-        while len(pending.results) < len(pending.tasks):
-            on_tick(f"{len(pending.results)}/{len(pending.tasks)} groups")
-            self._poll(waits=True)
-        self._absorb(pending)
+        seconds, num_calls = 0.0, 0
+        while (sampled := pending.sampled) is None:
+            self._wait(pending, on_tick)
+            self._absorb(pending)
+            groups = [pending.results[number] for number in pending.numbers]
+            seconds += max((group.seconds for group in groups), default=0.0)
+            num_calls += sum(group.num_calls for group in groups)
+            assert pending.rounds is not None
+            try:
+                following = pending.rounds.send(merge_reports([group.report for group in groups]))
+            except StopIteration as end:
+                pending.sampled = end.value
+            else:
+                pending.offset, pending.round = pending.numbers.stop, following
+                self._submit(pending, num_calls=num_calls)
         del self._steps[step]
-        groups = [pending.results[number] for number in range(len(pending.tasks))]
-        traces = [trace for group in groups for trace in group.report.traces]
-        sampled = SampledStep(
-            is_filtered=False,
-            traces=traces,
-            selected=traces,
-            faults=sum((group.report.faults for group in groups), Counter()),
-            fault_reasons=tuple(reason for group in groups for reason in group.report.fault_reasons),
-            num_extra_batches=0,
-            cursor=pending.cursor,
-            loop_lag_s=largest([group.report.loop_lag_s for group in groups]),
-        )
-        seconds = max((group.seconds for group in groups), default=0.0)
+        if not self._steps:
+            self._cursor = sampled.cursor
         return QueuedStep(sampled=sampled, counts=self._counts, seconds=seconds)
 
-    def _poll(self, *, waits: bool) -> None:
-        for (step, group), result in self._player.poll(waits=waits).items():
-            results = self._steps[step].results
-            if group in results:
-                raise AssertionError(f"group {group} of step {step} has ended twice")
-            results[group] = result
+    def _wait(self, pending: PendingStep, on_tick: Callable[[str], None]) -> None:
+        while missing := pending.missing:
+            num_groups = len(pending.numbers)
+            on_tick(f"{num_groups - len(missing)}/{num_groups} groups")
+            self._poll(timeout_s=_TICK_S)
+
+    def wait_for_weights(self, *, on_tick: Callable[[str], None]) -> None:
+        """Wait until new weights may be loaded: with at most one step ahead, until its groups have ended."""
+        if not self._is_far:
+            for pending in self._steps.values():
+                self._wait(pending, on_tick)
+
+    def _poll(self, *, timeout_s: float) -> None:
+        self._pool.poll(timeout_s=timeout_s)
+        for step, pending in self._steps.items():
+            for number in pending.missing:
+                if (result := self._pool.finished.pop((step, number), None)) is not None:
+                    pending.results[number] = result
 
     def _absorb(self, pending: PendingStep) -> None:
         """Absorb the results of the groups that have ended, in their order."""
-        hooks = self._parts.algorithm.hooks
-        portable_hooks = [hook for hook in hooks if hook.is_portable]
-        for _, group in sorted(pending.results.items()):
-            if group.gathered is None:
-                continue
-            for copy, gathered in zip(portable_hooks, group.gathered, strict=True):
-                copy.absorb(gathered)
-            for hook in hooks:
-                for trace in group.report.traces:
-                    hook.after_group(trace)
-            group.gathered = None
+        from outrider.distributed.rollouts import absorb
+
+        absorb(
+            self._pool.hooks,
+            self._parts.algorithm.hooks,
+            [group for _, group in sorted(pending.results.items())],
+        )
 
     def on_step_recorded(self) -> None:
         """The metrics of a step are recorded: from now on hooks count for the next one."""
@@ -481,29 +379,28 @@ class AsyncRolloutQueue:
     def cancel(self) -> None:
         """Cancel the steps that have begun."""
         if self._steps:
-            self._player.cancel()
+            self._pool.cancel()
 
     def snapshot(self) -> QueueSnapshot:
         """Return the groups that have ended, for a checkpoint. They are absorbed first, so that the memories
         in the same checkpoint contain them.
+
+        With one step ahead, a round that has not ended (after a request to stop) begins again as a whole, so
+        that all of its groups begin with the same memories.
         """
-        self._poll(waits=False)
+        self._poll(timeout_s=0.0)
         steps = [self._steps[number] for number in sorted(self._steps)]
         for pending in steps:
+            if pending.missing and not self._is_far:
+                for number in pending.numbers:
+                    pending.results.pop(number, None)
             self._absorb(pending)
         return QueueSnapshot(steps=steps, counts=self._counts)
 
 
 def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], None]) -> AsyncRolloutQueue:
     """The queue of a run, with the steps that its checkpoint has. From now on ``state`` saves the queue."""
-    assert parts.remote is not None  # the settings require engines in other processes
-    queue = AsyncRolloutQueue(
-        parts,
-        parts.remote.group_player(parts),
-        step=state.step,
-        cursor=state.task_cursor,
-        snapshot=state.queue_snapshot,
-    )
+    queue = AsyncRolloutQueue(parts, step=state.step, cursor=state.task_cursor, snapshot=state.queue_snapshot)
     if queue.num_restarted_groups:
         note(
             f"{plural(queue.num_restarted_groups, 'group')} that had not ended at the checkpoint "

@@ -14,7 +14,7 @@ from outrider.training.settings import RunSettings
 from outrider.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from outrider.distributed.actors import RemoteProcesses
+    from outrider.distributed.remote import RemoteProcesses
     from outrider.training.learner import Learner
 
 

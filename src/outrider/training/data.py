@@ -6,12 +6,12 @@ The stage depends on the step only, so there is no state to save.
 import json
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final
 
 from outrider.algorithms.base import ExpertPaths, TaskChoice
 from outrider.algorithms.distill_help import episode_lines, find_help_hook, with_helped_mode
@@ -21,7 +21,7 @@ from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.printing import plural
 from outrider.rollout.faults import count_cut, cut_line, fault_line
-from outrider.rollout.scheduler import Rollouts, largest
+from outrider.rollout.scheduler import RolloutReport, Rollouts, largest
 from outrider.rollout.settings import EvaluationSettings
 from outrider.seeding import stream
 from outrider.trace import Trace
@@ -107,19 +107,37 @@ class TaskOrder:
         return list(selected.values()), cursor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Groups of a step that are rolled out together. ``cursor`` is the position in the order of tasks after
+    them; ``is_continued``: further groups of a step, which share its limit on tool calls.
+    """
+
+    tasks: Sequence[Task]
+    modes: Sequence[Sequence[str]]
+    cursor: int
+    is_continued: bool = False
+
+
+Rounds = Generator[Round, RolloutReport, SampledStep]
+
+
 def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) -> SampledStep:
     """Roll out the groups of a training step; ``cursor`` is the position in the order of tasks after the
     step before.
     """
-    order, cursor, choice = plan_step(parts, step=step, cursor=cursor)
-    return sample_step(
-        rollouts,
+    return play_rounds(rollouts, step_rounds(parts, step=step, cursor=cursor), step=step)
+
+
+def step_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None) -> Rounds:
+    """Return the rounds of a training step; ``choice`` replaces the algorithm's choice of tasks."""
+    order, cursor, own_choice = plan_step(parts, step=step, cursor=cursor, choice=choice)
+    return sample_rounds(
         order,
         cursor=cursor,
-        choice=choice,
+        choice=own_choice,
         modes=partial(parts.algorithm.modes_of, step),
         with_help=partial(helped_modes, parts, step),
-        step=step,
         prepare=partial(prepare_round, parts, step),
     )
 
@@ -130,11 +148,6 @@ def prepare_round(
     """Request the experts for the help and the prefixes of the groups of a round."""
     demonstrate_tasks(parts, tasks)
     parts.algorithm.prepare(tasks, modes, step=step, play=StepExperts(parts=parts, step=step))
-
-
-def group_modes(parts: Components, step: int, group: int) -> Sequence[str]:
-    """Return the modes of the rollouts of group number ``group`` of a training step."""
-    return helped_modes(parts, step, parts.algorithm.modes_of(step, group), group)
 
 
 def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int) -> Sequence[str]:
@@ -173,9 +186,11 @@ def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> None:
     }
 
 
-def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, int, TaskChoice]:
+def plan_step(
+    parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None
+) -> tuple[TaskOrder, int, TaskChoice]:
     """Return the order of a step's tasks, the cursor at which the step begins, and the algorithm's
-    choice. ``cursor`` is the position after the step before.
+    choice, unless it is given. ``cursor`` is the position after the step before.
     """
     settings, tasks = parts.settings, parts.train_tasks
     size = settings.train.tasks_per_step
@@ -186,28 +201,47 @@ def plan_step(parts: Components, *, step: int, cursor: int) -> tuple[TaskOrder, 
         cursor = 0 if step == stage.begin else cursor
     number = None if stage is None else stage.number
     order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
-    return order, cursor, parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
+    return order, cursor, choice or parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
 
 
-def sample_step(
-    rollouts: Rollouts,
+def play_rounds(rollouts: Rollouts, rounds: Rounds, *, step: int) -> SampledStep:
+    """Roll out all rounds of a step."""
+    report: RolloutReport | None = None
+    while True:
+        try:
+            now = next(rounds) if report is None else rounds.send(report)
+        except StopIteration as end:
+            sampled: SampledStep = end.value
+            return sampled
+        report = rollouts.run(
+            now.tasks, modes=now.modes.__getitem__, training_step=step, continued=now.is_continued
+        )
+
+
+def sample_step(rollouts: Rollouts, order: TaskOrder, *, step: int, **options: Any) -> SampledStep:
+    """Roll out the chosen tasks; the ``options`` are those of :func:`sample_rounds`."""
+    return play_rounds(rollouts, sample_rounds(order, **options), step=step)
+
+
+def sample_rounds(
     order: TaskOrder,
     *,
     cursor: int,
     choice: TaskChoice,
     modes: Callable[[int], Sequence[str]],
-    step: int,
     prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], None] = lambda tasks, modes: None,
     with_help: Callable[[Sequence[str], int], Sequence[str]] = lambda modes, group: modes,
-) -> SampledStep:
-    """Roll out the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to
-    its limit of rounds. ``prepare`` is called with the tasks and modes of every round before its rollouts.
-    ``with_help`` marks the modes of a group; its number is that of the dropped group that it replaces.
+) -> Rounds:
+    """Yield the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to its
+    limit of rounds. Every round is answered by its report; the step is returned.
+
+    ``prepare`` is called with the tasks and modes of every round before it. ``with_help`` marks the modes of
+    a group; its number is that of the dropped group that it replaces.
     """
     if choice.tasks is not None:
         task_modes = [with_help(modes(number), number) for number in range(len(choice.tasks))]
         prepare(choice.tasks, task_modes)
-        report = rollouts.run(choice.tasks, modes=task_modes.__getitem__, training_step=step)
+        report = yield Round(tasks=choice.tasks, modes=task_modes, cursor=cursor)
         return SampledStep(
             is_filtered=False,
             traces=report.traces,
@@ -240,9 +274,7 @@ def sample_step(
             with_help(modes(len(traces) + number), open_numbers[number]) for number in range(len(tasks))
         ]
         prepare(tasks, round_modes)
-        report = rollouts.run(
-            tasks, modes=round_modes.__getitem__, training_step=step, continued=num_batches > 0
-        )
+        report = yield Round(tasks=tasks, modes=round_modes, cursor=cursor, is_continued=num_batches > 0)
         traces += report.traces
         chosen = report.traces if filtered is None else filtered.select(report.traces)
         selected += chosen

@@ -2,6 +2,7 @@
 the limit of restarts and replaced processes.
 """
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable
@@ -70,3 +71,6 @@ def run_with_restarts(
                     f"{message}; all processes restart from the newest checkpoint, "
                     f"repair {num_repairs} of {allowance.limit} within an hour"
                 )
+            finally:
+                del train
+        gc.collect()  # the models, before the next ones are built

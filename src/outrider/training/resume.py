@@ -31,9 +31,7 @@ from outrider.training.adapters import plain_weight
 from outrider.training.async_rollouts import (
     QUEUE,
     QueueSnapshot,
-    read_queue,
     read_snapshot,
-    write_queue,
     write_snapshot,
 )
 from outrider.training.checkpoint import (
@@ -47,7 +45,6 @@ from outrider.training.checkpoint import (
     save_checkpoint,
 )
 from outrider.training.components import Components
-from outrider.training.data import QueuedStep
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
@@ -377,8 +374,7 @@ class RunState:
     num_policy_tokens: int = 0
     task_cursor: int = 0
     saved_step: int = -1
-    queued: QueuedStep | None = None  # the next step's rollouts, if they were generated during an update
-    # of the asynchronous queue: the snapshot of the loaded checkpoint, and a function that takes a new one
+    # of the queue of rollouts: the snapshot of the loaded checkpoint, and a function that takes a new one
     queue_snapshot: QueueSnapshot | None = None
     snapshot_queue: Callable[[], QueueSnapshot] | None = None
     metrics: MetricsWriter = field(init=False)
@@ -431,8 +427,6 @@ class RunState:
             # First, because it adds results to the memories that are saved below.
             snapshot = self.snapshot_queue()
             write = partial(write_snapshot, snapshot=snapshot) if snapshot.steps else None
-        elif self.queued is not None:
-            write = partial(write_queue, queued=self.queued)
         # Before the revision is recorded: a power failure may lose commits that were not flushed.
         if buffer is not None and self.parts.settings.buffer.evolve:
             buffer.flush()
@@ -496,10 +490,7 @@ class RunState:
             self.parts.algorithm.restore_counts(state["hook_counts"])
             if self.parts.algorithm.remembers:
                 self.parts.algorithm.restore(state["memory"], load_memory(checkpoint))
-            if self.parts.settings.cluster.in_flight:
-                self.queue_snapshot = read_snapshot(checkpoint)
-            elif (checkpoint / QUEUE).exists():
-                self.queued = read_queue(checkpoint)
+            self.queue_snapshot = read_snapshot(checkpoint) if (checkpoint / QUEUE).exists() else None
         except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise damaged(checkpoint, error) from error
         return state

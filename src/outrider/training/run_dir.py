@@ -64,8 +64,8 @@ FREE: Final = {
     "environment.make_ahead", "environment.num_makers", "environment.make_limit_s",
     "environment.python.num_servers", "engine.memory", "trackers",
     *(f"tracking.{name}" for name in TrackingSettings.model_fields),
-    "cluster.ray_address", "cluster.placement_timeout_s", "cluster.update_timeout_s",
-    "cluster.turn_timeout_s", "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
+    "cluster.ray_address", "cluster.placement_timeout_s", "cluster.stall_s",
+    "cluster.heartbeat_s", "cluster.weights", "cluster.max_restarts",
     "cluster.placement", "protocol", "protocol_sha256",
 }  # fmt: skip
 # They change the order of sums or the device, so results are equal in exact arithmetic only.

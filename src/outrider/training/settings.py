@@ -2,6 +2,7 @@
 at once.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
@@ -19,6 +20,8 @@ from outrider.viewer.trackers import TrackingSettings
 
 ALL_LINEAR: Final = "all-linear"
 """peft's shorthand for every linear layer except the projection onto the vocabulary."""
+_REMOVED: Final = {"in_flight": False, "batching": "rounds", "update_timeout_s": 3600, "turn_timeout_s": 600}
+"""Former settings of [cluster] and their defaults."""
 _DEFAULT_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -165,27 +168,28 @@ class StageSettings(Settings):
 
 
 class ClusterSettings(Settings):
-    """More than one process (extra ``cluster``).
+    """More than one process.
 
     ``num_trainers`` ranks share the weights, their optimizer, the reference and every update in shards;
     ``num_engines`` and ``num_rollout_workers`` processes generate and run episodes. A single engine and
-    worker are in the training process, unless ``weights`` selects how weights reach them: through Ray's
-    object store (``store``; ``auto`` if there are several), through files in the run directory (``disk``), or
-    from the trainers' GPUs to those of vLLM (``nccl``; ``ipc`` on the same GPU). An engine has
-    ``tensor_parallel`` GPUs. With ``placement = colocate`` there is one engine on the GPU of each trainer,
-    which sleeps during updates. Loss and gradient equal those of one process within 1e-6; the same number of
-    ranks gives the same bits.
+    worker are in the training process, unless another setting of this section needs them outside of it.
+    ``weights`` selects how weights reach engines: through files in shared memory (``files``), or from the
+    trainers' GPUs to those of vLLM (``nccl``; ``auto`` on GPUs with ``placement = disaggregate``). An engine
+    has ``tensor_parallel`` GPUs. With ``placement = colocate`` there is one engine on the GPU of each
+    trainer, which sleeps during updates. Loss and gradient equal those of one process within 1e-6; the same
+    number of ranks gives the same bits.
 
-    ``ray_address``: ``local`` starts a Ray for the run, ``auto`` or an address joins an existing one.
+    Processes run on this machine (``ray_address = local``), or Ray places them on the machines of an existing
+    Ray (``auto`` or its address; extra ``cluster``).
 
-    With ``max_staleness`` 1 the rollouts of the next step are generated during the update of this one: their
-    tokens are one version old, which the sampler correction weighs. With ``in_flight`` engines take new
-    weights between two turns of an episode, and groups of ``max_staleness`` further steps are generated
-    during an update: no token is older, and the same seed does not give the same bits. ``batching``: an
-    engine gets the requests of all rollouts of a worker in rounds (``rounds``), which reproduce the same
-    bits, or each request at once (``stream``), so that no turn waits for another one. A process that dies or
-    does not respond is replaced, or all processes restart from the newest checkpoint: at most
-    ``max_restarts`` times within an hour, counted together.
+    ``max_staleness`` is the number of steps whose groups may begin ahead of the update: 0 alternates rollouts
+    and updates. With 1, the rollouts of the next step are generated during the update of this one. With more,
+    engines take new weights between two turns of an episode. No token is older than ``max_staleness``
+    versions, and the sampler correction weighs it. Up to 1, the same seed gives the same bits with the local
+    engine.
+
+    A process that dies or does not respond is replaced and its groups are played again, or all processes
+    restart from the newest checkpoint: at most ``max_restarts`` times within an hour, counted together.
     """
 
     num_trainers: int = Field(1, ge=1)
@@ -195,34 +199,46 @@ class ClusterSettings(Settings):
     placement: Literal["disaggregate", "colocate"] = "disaggregate"
     """Engines have GPUs of their own (``disaggregate``), or share those of the trainers (``colocate``)."""
     max_staleness: int = Field(0, ge=0)
-    in_flight: bool = False
-    weights: Literal["auto", "nccl", "ipc", "store", "disk"] = "auto"
-    batching: Literal["rounds", "stream"] = "rounds"
+    weights: Literal["auto", "nccl", "files"] = "auto"
     ray_address: str = "local"
     placement_timeout_s: float = Field(120.0, gt=0)
-    """Longest wait for processors, in seconds."""
-    update_timeout_s: float = Field(3600.0, gt=0)
-    """Longest call of the ranks, start, or transfer of weights, in seconds."""
-    turn_timeout_s: float = Field(600.0, gt=0)
-    """Longest batch of an engine, in seconds."""
+    """Longest wait for processors of Ray, in seconds."""
     heartbeat_s: float = Field(60.0, gt=0)
-    """Time in which a rollout worker has to respond to a heartbeat, in seconds."""
+    """Longest time in which a process may neither respond nor use its processor, in seconds."""
+    stall_s: float = Field(1800.0, gt=0)
+    """Longest time in which an engine or a trainer rank may compute without progress, in seconds."""
     max_restarts: int = Field(3, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_removed(cls, values: Any) -> Any:
+        """Accept the settings of runs of earlier versions."""
+        if not isinstance(values, Mapping):
+            return values
+        kept = {name: value for name, value in values.items() if name not in _REMOVED}
+        removed = {name for name, value in _REMOVED.items() if values.get(name, value) != value}
+        if kept.get("weights") in ("store", "disk", "ipc"):
+            removed.add(f"weights = {kept['weights']}")
+            kept["weights"] = "files"
+        if removed:
+            warnings.warn_explicit(  # not of the library that calls this
+                f"cluster: {', '.join(sorted(removed))} no longer exist; max_staleness selects how far "
+                "rollouts may be ahead, and weights go through files or nccl",
+                FutureWarning,
+                filename="cluster",
+                lineno=0,
+            )
+        return kept
 
     @property
     def is_remote(self) -> bool:
         """Whether engines and rollout workers are processes of their own."""
-        several = self.num_engines > 1 or self.num_rollout_workers > 1
-        return several or self.weights != "auto" or self.placement == "colocate"
-
-    @property
-    def sends_directly(self) -> bool:
-        """Whether weights go from GPU to GPU."""
-        return self.weights in ("nccl", "ipc")
+        several = self.num_engines > 1 or self.num_rollout_workers > 1 or self.tensor_parallel > 1
+        return several or self.weights != "auto" or self.placement == "colocate" or self.max_staleness > 0
 
     @property
     def num_processes(self) -> int:
-        """Number of Ray actors of the run."""
+        """Number of processes of the run beside the training process."""
         trainers = self.num_trainers if self.num_trainers > 1 else 0
         return trainers + (self.num_engines + self.num_rollout_workers if self.is_remote else 0)
 
@@ -230,19 +246,6 @@ class ClusterSettings(Settings):
     def _validate(self) -> "ClusterSettings":
         if self.placement == "colocate" and self.max_staleness:
             raise ValueError("placement = colocate has max_staleness = 0: engines sleep while trainers work")
-        if self.max_staleness > 1 and not self.in_flight:
-            raise ValueError("max_staleness above 1 needs in_flight = true")
-        if self.batching == "stream" and not self.is_remote:
-            raise ValueError("batching = stream needs engines in processes of their own: weights = store")
-        if self.in_flight and (not self.max_staleness or self.batching != "stream"):
-            raise ValueError(
-                "in_flight needs max_staleness of at least 1, and batching = stream: engines take weights "
-                "between two requests"
-            )
-        if self.max_staleness and not self.is_remote:
-            raise ValueError(
-                "max_staleness needs engines in processes of their own: weights = store, or several of them"
-            )
         if self.placement == "colocate" and (self.tensor_parallel, self.num_engines) != (
             1,
             self.num_trainers,
@@ -251,14 +254,8 @@ class ClusterSettings(Settings):
                 "placement = colocate puts an engine on the GPU of each trainer: tensor_parallel = 1 and "
                 "num_engines = num_trainers"
             )
-        if self.weights == "ipc" and self.placement != "colocate":
-            raise ValueError("weights = ipc goes within a GPU: placement = colocate, or weights = nccl")
         if self.weights == "nccl" and self.placement == "colocate":
-            raise ValueError("weights = nccl goes from one GPU to another: placement = disaggregate, or ipc")
-        if self.tensor_parallel > 1 and not self.is_remote:
-            raise ValueError(
-                "tensor_parallel needs engines in processes of their own: weights = store, or several of them"
-            )
+            raise ValueError("weights = nccl needs placement = disaggregate: colocated engines read files")
         return self
 
 
@@ -345,7 +342,7 @@ class TrainSettings(Settings):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints to keep."""
     max_concurrent: int = Field(64, ge=1)
-    """Most rollouts at the same time."""
+    """Most rollouts at the same time; with ``cluster.num_engines``, of each engine."""
     max_retries: int = Field(2, ge=0)
     """Number of times that a rollout starts again after an infrastructure fault."""
     expert_timeout_s: float = Field(300.0, gt=0)
@@ -408,10 +405,22 @@ class RunSettings(Settings):
 
     @property
     def num_concurrent(self) -> int:
-        """Concurrent episodes: at most as many as the environment has room for, because a waiting episode
-        delays the batch.
+        """Concurrent episodes of all processes: at most as many as the environment has room for, because a
+        waiting episode delays the batch.
         """
-        requested, room = self.train.max_concurrent, self.environment.max_concurrent
+        return self._in_room(
+            self.train.max_concurrent * (self.cluster.num_engines if self.cluster.is_remote else 1)
+        )
+
+    @property
+    def group_concurrent(self) -> int:
+        """Concurrent episodes of a group on a rollout worker. The number of engines and workers is left out,
+        because bits depend on the group's batches.
+        """
+        return self._in_room(self.train.max_concurrent)
+
+    def _in_room(self, requested: int) -> int:
+        room = self.environment.max_concurrent
         return requested if room is None else min(requested, room)
 
     @property
@@ -424,10 +433,23 @@ class RunSettings(Settings):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether trainers run in their own processes: several, or one with engines on GPUs, because Ray
-        assigns the GPUs.
-        """
+        """Whether trainers run in their own processes: several, or one with engines on GPUs."""
         return self.cluster.num_trainers > 1 or (self.cluster.is_remote and self.model.device != "cpu")
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether weights go from the GPUs of the trainers to those of the engines."""
+        cluster = self.cluster
+        is_direct = cluster.placement == "disaggregate" and self.model.device != "cpu"
+        is_default = cluster.weights == "auto" and cluster.is_remote and self.engine.has_own_processes
+        return cluster.weights == "nccl" or (is_default and is_direct)
+
+    @property
+    def has_group_batches(self) -> bool:
+        """Whether the engine processes generate group by group, so that the same seed gives the same bits;
+        otherwise an engine batches the requests of all groups.
+        """
+        return self.engine.is_exact and self.cluster.max_staleness <= 1
 
     @property
     def max_rollout_tokens(self) -> int:
@@ -616,7 +638,7 @@ class RunSettings(Settings):
         if cluster.num_trainers > 1 and not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError("cluster.num_trainers above 1 has nothing to train here")
         if cluster.num_processes and self.model.device not in ("cpu", "cuda"):
-            raise ValueError("[cluster] takes model.device = cpu or cuda: Ray assigns the GPUs")
+            raise ValueError("[cluster] takes model.device = cpu or cuda: each process gets its own GPU")
         if self.has_ranks:
             single_process = {
                 f"optimizer.states = {self.optimizer.states}": self.optimizer.states != "float32",
@@ -632,38 +654,36 @@ class RunSettings(Settings):
                 f"cluster.num_trainers = {cluster.num_trainers} on GPUs needs engines of their own: the "
                 "process that was started has no GPU to generate with. Set engine.type=vllm and "
                 f"cluster.placement=colocate cluster.num_engines={cluster.num_trainers} (one on each "
-                "trainer's GPU), or cluster.weights=nccl with cluster.num_engines (on further GPUs)"
+                "trainer's GPU), or cluster.num_engines on further GPUs"
             )
         if cluster.is_remote:
             self._validate_remote()
             has_vllm, has_gpus = self.engine.has_own_processes, self.model.device != "cpu"
             if cluster.tensor_parallel > 1 and not has_vllm:
                 raise ValueError("cluster.tensor_parallel needs engine.type = vllm")
-            if (cluster.sends_directly or cluster.placement == "colocate") and not (has_vllm and has_gpus):
-                setting = f"weights = {cluster.weights}" if cluster.sends_directly else "placement = colocate"
+            if (cluster.weights == "nccl" or cluster.placement == "colocate") and not (has_vllm and has_gpus):
+                setting = "weights = nccl" if cluster.weights == "nccl" else "placement = colocate"
                 raise ValueError(f"cluster.{setting} needs engine.type = vllm and model.device = cuda")
         if cluster.max_staleness and self.algorithm.sampler_correction is None:
             raise ValueError("cluster.max_staleness needs algorithm.sampler_correction: old tokens need it")
-        if cluster.in_flight:  # groups of several steps, while weights come and go
+        if cluster.max_staleness > 1:  # groups of several steps, while weights come and go
             refused = {
                 "rollouts that branch": self.algorithm.forks_by_replay,
                 "algorithm.dynamic_sampling": self.algorithm.drops_groups,
                 "buffer.evolve": self.buffer.evolve,
             }
             if conflicts := [name for name, is_there in refused.items() if is_there]:
-                raise ValueError(f"cluster.in_flight goes without {' and '.join(conflicts)}")
+                raise ValueError(f"cluster.max_staleness above 1 goes without {' and '.join(conflicts)}")
 
     def _validate_remote(self) -> None:
         """Check settings of engines and rollout workers in their own processes."""
         names = "cluster.num_engines, num_rollout_workers and weights"
         if not self.train.num_steps and not self.cold_start.num_examples:
             raise ValueError(f"{names} have nothing to train here")
-        if (
-            self.cluster.batching == "stream"
-            and getattr(self.environment, "max_batch_calls", None) is not None
-        ):
+        if not self.has_group_batches and getattr(self.environment, "max_batch_calls", None) is not None:
             raise ValueError(
-                "cluster.batching = stream has no rounds, which environment.max_batch_calls counts"
+                "environment.max_batch_calls counts rounds: it needs engine.type = local and "
+                "cluster.max_staleness of at most 1"
             )
         if self.evaluation.num_trials:
             raise ValueError(f"{names} are for training: an adaptation plays in one process")

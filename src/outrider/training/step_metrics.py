@@ -26,7 +26,7 @@ from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome
 
 if TYPE_CHECKING:
-    from outrider.distributed.actors import RemoteProcesses
+    from outrider.distributed.remote import RemoteProcesses
 
 _MOST_TRUNCATED: Final = 0.05
 _LEAST_EFFECTIVE: Final = 0.5

@@ -9,7 +9,6 @@ and backward passes.
 import shlex
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -76,7 +75,7 @@ from outrider.viewer.summary import STEP_FIELDS
 from outrider.viewer.trackers import TrackerSet
 
 if TYPE_CHECKING:
-    from outrider.training.async_rollouts import AsyncRolloutQueue, RolloutPrefetch
+    from outrider.training.async_rollouts import AsyncRolloutQueue
 
 
 class _StopRequested(Exception):
@@ -102,7 +101,7 @@ class Trainer:
     state: RunState = field(init=False)
     advice: Advice = field(init=False)
     range_watch: RangeWatch | None = None  # from the first step of this command on
-    async_queue: "AsyncRolloutQueue | None" = None  # with cluster.in_flight, from the first step on
+    async_queue: "AsyncRolloutQueue | None" = None  # with cluster.max_staleness, from the first step on
 
     def __post_init__(self) -> None:
         self.advice = Advice(
@@ -190,8 +189,7 @@ class Trainer:
             )
             return False
         state.rewind(saved, last_label=self._last_label, is_done=is_done)
-        cluster = settings.cluster
-        if cluster.max_staleness and not cluster.in_flight and state.queued is None and state.step:
+        if settings.cluster.max_staleness and state.queue_snapshot is None and state.step:
             self.progress.note(
                 f"no rollouts were ahead at step {state.step}, where this run had ended: those of the next "
                 "step come from the newest weights, unlike those of a run with more steps from the start"
@@ -212,7 +210,7 @@ class Trainer:
             parts, sampled.traces, step=state.step, note=self.progress.note
         )
         clock.mark_rollouts(prefetch_s=queued.seconds or None)
-        if not cluster.in_flight:  # else turns are being generated
+        if not cluster.max_staleness:  # otherwise turns are being generated
             parts.engine.free_cache()
         group_advantages = assign_step_advantages(parts, sampled.selected)
         probes: list[Trace] = []
@@ -220,70 +218,62 @@ class Trainer:
             # Rollouts of older weights cannot show that the engines have the newest ones, and the first group
             # may have been lost to a fault.
             probes = next(filter(None, map(parts.remote.probes, sampled.traces)), [])
-        prefetching: AbstractContextManager[RolloutPrefetch | None] = nullcontext()
-        if cluster.max_staleness and not cluster.in_flight and not self._is_last(sampled):
-            from outrider.training.async_rollouts import prefetch_rollouts
-
-            prefetching = prefetch_rollouts(parts, sampled, step=state.step + 1)
-        # The rollouts of the next step may be generated during this update.
-        with prefetching as prefetch:
-            clock.mark_update_start()
-            self.progress.advance(self.num_done, phase="update")
-            update_traces = interleave(sampled.selected, off_policy)
-            version = parts.engine.weight_version if cluster.max_staleness else None
-            staleness = {}
-            if version is not None:
-                staleness = staleness_metrics(sampled.traces, version=version, limit=cluster.max_staleness)
-            update_report = parts.learner.update(
-                update_traces,
-                parts.algorithm,
-                on_batch=lambda num_tokens: self.progress.advance(
-                    self.num_done, phase="update", trained=num_tokens
-                ),
-                version=version,
-                probes=probes,
-            )
-            clock.mark_update_end()
-            if prefetch is not None:
-                prefetch.wait(
-                    on_tick=lambda text: self.progress.advance(
-                        self.num_done, phase="waiting for rollouts of the next step", rollouts=text
-                    )
+        if self.async_queue is not None and not self._is_last(sampled):
+            # rolled out during this update
+            self.async_queue.begin(self._last_step(state.step + cluster.max_staleness))
+        clock.mark_update_start()
+        self.progress.advance(self.num_done, phase="update")
+        update_traces = interleave(sampled.selected, off_policy)
+        version = parts.engine.weight_version if cluster.max_staleness else None
+        staleness = {}
+        if version is not None:
+            staleness = staleness_metrics(sampled.traces, version=version, limit=cluster.max_staleness)
+        update_report = parts.learner.update(
+            update_traces,
+            parts.algorithm,
+            on_batch=lambda num_tokens: self.progress.advance(
+                self.num_done, phase="update", trained=num_tokens
+            ),
+            version=version,
+            probes=probes,
+        )
+        clock.mark_update_end()
+        if self.async_queue is not None:
+            self.async_queue.wait_for_weights(
+                on_tick=lambda text: self.progress.advance(
+                    self.num_done, phase="waiting for rollouts of the next step", rollouts=text
                 )
-            clock.mark_wait_end()
-            self.progress.advance(self.num_done, phase="loading the new weights into the engine")
-            parts.engine.load(parts.engine.weight_version + 1)
-            state.step += 1
-            state.task_cursor = sampled.cursor
-            if self.async_queue is not None:  # new weights: groups of one more step may begin
-                self.async_queue.begin(self._newest_step)
-            values = step_record(
-                parts,
-                sampled,
-                group_advantages,
-                mix_metrics=mix_metrics,
-                update_metrics=update_report.metrics,
-                counts_before=queued.counts,
             )
-            values |= staleness | clock.metrics(
-                num_policy_tokens=values.get("tokens/policy", 0.0),
-                num_computed_tokens=update_report.num_computed_tokens,
+        clock.mark_wait_end()
+        self.progress.advance(self.num_done, phase="loading the new weights into the engine")
+        parts.engine.load(parts.engine.weight_version + 1)
+        state.step += 1
+        state.task_cursor = sampled.cursor
+        values = step_record(
+            parts,
+            sampled,
+            group_advantages,
+            mix_metrics=mix_metrics,
+            update_metrics=update_report.metrics,
+            counts_before=queued.counts,
+        )
+        values |= staleness | clock.metrics(
+            num_policy_tokens=values.get("tokens/policy", 0.0),
+            num_computed_tokens=update_report.num_computed_tokens,
+        )
+        if parts.buffer is not None:
+            values |= evolve_buffer(
+                parts.buffer,
+                sampled.traces,
+                settings=parts.settings.buffer,
+                step=state.step,
+                count_tokens=parts.renderer.count_tokens,
             )
-            if parts.buffer is not None:
-                values |= evolve_buffer(
-                    parts.buffer,
-                    sampled.traces,
-                    settings=parts.settings.buffer,
-                    step=state.step,
-                    count_tokens=parts.renderer.count_tokens,
-                )
-            if parts.remote is not None:
-                values |= parts.remote.metrics()
-            self._record(sampled, values, collect_node_values(parts, update_traces, update_report))
-            if self.async_queue is not None:
-                self.async_queue.on_step_recorded()
-            # Only now: what the next rollouts bring to hooks and memories is not part of this step's record.
-            state.queued = None if prefetch is None else prefetch.collect()
+        if parts.remote is not None:
+            values |= parts.remote.metrics()
+        self._record(sampled, values, collect_node_values(parts, update_traces, update_report))
+        if self.async_queue is not None:
+            self.async_queue.on_step_recorded()
         fields: dict[str, Field] = {name: values[key] for name, key in STEP_FIELDS.items() if key in values}
         limits = parts.settings.limits.at_step(state.step - 1)
         cut = count_cut(sampled.traces, limits, context_length=parts.engine.context_length)
@@ -292,19 +282,17 @@ class Trainer:
         return fields
 
     def _next_rollouts(self) -> QueuedStep:
-        """The rollouts of the next step: generated now, during the update before (``cluster.max_staleness``),
-        or over several steps (``cluster.in_flight``).
+        """The rollouts of the next step: generated now, or during the updates of earlier steps
+        (``cluster.max_staleness``).
         """
         parts, state = self.parts, self.state
-        if parts.settings.cluster.in_flight:
+        if ahead := parts.settings.cluster.max_staleness:
             if self.async_queue is None:
                 from outrider.training.async_rollouts import start_queue
 
                 self.async_queue = start_queue(parts, state, note=self.progress.note)
-            self.async_queue.begin(self._newest_step)
+            self.async_queue.begin(self._last_step(state.step + ahead - 1))
             return self.async_queue.collect(state.step, on_tick=self._tick)
-        if state.queued is not None:
-            return state.queued
         counts = parts.algorithm.counts()
         try:
             sampled = play_step(
@@ -317,11 +305,9 @@ class Trainer:
             raise
         return QueuedStep(sampled=sampled, counts=counts, seconds=0.0)
 
-    @property
-    def _newest_step(self) -> int:
-        """The last step whose groups may begin with the engines' weights."""
-        settings = self.parts.settings
-        return min(self.state.step + settings.cluster.max_staleness, settings.train.num_steps - 1)
+    def _last_step(self, step: int) -> int:
+        """The step, or the last one of the run if it has fewer."""
+        return min(step, self.parts.settings.train.num_steps - 1)
 
     def _is_last(self, sampled: SampledStep) -> bool:
         """Whether the step of these rollouts ends the run."""

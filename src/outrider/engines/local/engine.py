@@ -3,6 +3,7 @@
 :class:`LocalEngine` generates on the packed path, :class:`UnpackedEngine` with the model's own forward pass.
 """
 
+import copy
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
@@ -218,6 +219,16 @@ class LocalEngine(_Engine):
         self._graphs = DecodeGraphs(language_model)
         # slot -> (cache key, or None if it is free; the ids whose keys and values it has)
         self._slots: list[tuple[str | None, Ids]] = []
+
+    def with_own_cache(self) -> "LocalEngine":
+        """Return an engine with the same model and packed weights, and keys and values of its own, so that
+        its results do not depend on the requests of others. Only one of them may generate at a time.
+        """
+        other = copy.copy(self)
+        other._cache, other._slots = SlotCache(dtype=self._lm.dtype, device=self._device), []
+        other._graphs = DecodeGraphs(self._lm)  # which belong to a cache
+        other._graphs.is_supported = self._graphs.is_supported
+        return other
 
     def load(self, version: int) -> None:
         self.weight_version = version

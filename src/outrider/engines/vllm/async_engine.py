@@ -7,8 +7,7 @@ the prefix cache is dropped, and its blocks are salted with the version.
 
 import asyncio
 import os
-import zlib
-from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -38,8 +37,9 @@ class AsyncVllm:
         num_gpus: int = 1,
         backend: str = "outrider",
         sleeps: bool = False,
+        on_tokens: Callable[[int], None] = lambda num: None,
     ) -> None:
-        self._requests = requests
+        self._requests, self._on_tokens = requests, on_tokens
         self._numbers = count()
         self._is_asleep = False
         arguments = options(
@@ -78,12 +78,14 @@ class AsyncVllm:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(**self._requests.sampling(request), output_kind=RequestOutputKind.FINAL_ONLY)
+        # not only the final output, because progress shows that a process is no hanging one
+        params = SamplingParams(**self._requests.sampling(request), output_kind=RequestOutputKind.CUMULATIVE)
         name = str(next(self._numbers))  # never reused
         latest: Any = None
         try:
             async for output in self.llm.generate(prompt(request, version=version), params, name):
                 latest = output
+                self._on_tokens(1)
         except Exception as error:  # vLLM raises any exception of its executor
             raise EngineFault(f"vLLM: {format_error(error)}") from error
         if latest is None or not latest.finished:
@@ -93,18 +95,14 @@ class AsyncVllm:
             raise EngineFault(f"vLLM sampled tokens of version {sorted(versions)} instead of {version}")
         return self._requests.generation(request, latest.outputs[0], version=version)
 
-    async def load(self, version: int, pieces: AsyncIterable[bytes]) -> int:
-        """Load all weights (safetensors with Hugging Face names) and return the CRC-32 of all bytes.
+    async def load(self, version: int, path: str, checksum: int) -> None:
+        """Load all weights from a file of safetensors with Hugging Face names, whose CRC-32 is ``checksum``.
 
         After an EngineFault the engine is unusable.
         """
-        checksum = 0
         await self.begin_update()
-        async for piece in pieces:
-            checksum = zlib.crc32(piece, checksum)
-            await self.take({"piece": piece, "checksum": zlib.crc32(piece)})
+        await self.take({"path": path, "checksum": checksum})
         await self.end_update(version)
-        return checksum
 
     async def meet(self, info: Mapping[str, Any]) -> None:
         """Connect to the sender of weights from a GPU; ``info`` is defined by the backend."""

@@ -46,7 +46,6 @@ INTERFACE: Final[Mapping[str, str]] = {
     f"{_TRANSFER}.base:VLLMWeightSyncClient.finish_weight_update": "weight_version",
     f"{_TRANSFER}.factory:WeightTransferEngineFactory.register_engine": "class_name",
     f"{_TRANSFER}.factory:WeightTransferTrainerFactory.trainer_init": "init_info client source",
-    f"{_TRANSFER}.ipc_engine:IPCTrainerInitInfo": "rank packed",
     f"{_TRANSFER}.nccl_engine:NCCLTrainerInitInfo": "rank master_address master_port world_size",
     "vllm.model_executor.model_loader.reload:initialize_layerwise_reload": "model",
     "vllm.model_executor.model_loader.reload:finalize_layerwise_reload": "",

@@ -10,7 +10,7 @@ from multiprocessing import parent_process
 from typing import Final
 
 ENDS_WITH_PARENT: Final = "OUTRIDER_VLLM_ENDS_WITH_PARENT"
-_BACKENDS: Final = {"outrider": "Pieces", "outrider-nccl": "CheckedNccl", "outrider-ipc": "CheckedIpc"}
+_BACKENDS: Final = {"outrider": "Files", "outrider-nccl": "CheckedNccl"}
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 

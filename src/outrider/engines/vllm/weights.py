@@ -1,20 +1,22 @@
 """Backends that load new weights in vLLM's own processes; only those processes import this module.
 
-``outrider`` receives pieces of safetensors and needs no GPU. ``outrider-nccl`` and ``outrider-ipc`` are
-vLLM's backends of these names (0.32) with a check of the sum of all weights; they have not run on a GPU yet.
+``outrider`` reads a file of safetensors and needs no GPU. ``outrider-nccl`` is vLLM's backend of this name
+(0.32) with a check of the sum of all weights; it has not run on a GPU yet.
 """
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
 from typing import Any
 
-from safetensors.torch import load
+from safetensors import safe_open
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -28,17 +30,22 @@ class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class Piece(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Weights as safetensors with Hugging Face names, and the CRC-32 of the bytes."""
+class File(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A file of safetensors with Hugging Face names, and its CRC-32."""
 
-    piece: bytes
+    path: str
     checksum: int
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with safe_open(self.path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
 
-class Pieces(WeightTransferEngine[Nothing, Piece]):  # type: ignore[misc]
+
+class Files(WeightTransferEngine[Nothing, File]):  # type: ignore[misc]
     """The backend ``outrider``."""
 
-    init_info_cls, update_info_cls = Nothing, Piece
+    init_info_cls, update_info_cls = Nothing, File
 
     def init_transfer_engine(self, init_info: Nothing) -> None:
         pass
@@ -50,10 +57,12 @@ class Pieces(WeightTransferEngine[Nothing, Piece]):  # type: ignore[misc]
         # the method of the base class requires an accelerator
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Piece) -> None:
-        if zlib.crc32(update_info.piece) != update_info.checksum:
-            raise ValueError("a piece of the weights did not arrive as it was sent")
-        self.model.load_weights(load(update_info.piece).items())
+    def receive_weights(self, update_info: File) -> None:
+        with open(update_info.path, "rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            checksum = zlib.crc32(data)
+        if checksum != update_info.checksum:
+            raise ValueError("the weights did not arrive as they were sent")
+        self.model.load_weights(update_info.tensors())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -90,7 +99,3 @@ class _Checked:
 
 class CheckedNccl(_Checked, NCCLWeightTransferEngine):  # type: ignore[misc]
     """``outrider-nccl``: packed buffers, broadcast by trainer rank 0."""
-
-
-class CheckedIpc(_Checked, IPCWeightTransferEngine):  # type: ignore[misc]
-    """``outrider-ipc``: packed buffers in the memory of a shared GPU."""
