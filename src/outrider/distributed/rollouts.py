@@ -41,9 +41,9 @@ from outrider.plugins.listing import server_digests
 from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import lost_leaf
 from outrider.rollout.hooks import Hook, RolloutStatus
-from outrider.rollout.scheduler import Modes, RolloutReport, Scheduler, largest
+from outrider.rollout.scheduler import Modes, RolloutReport, Scheduler
 from outrider.trace import Trace
-from outrider.training.async_rollouts import GroupName, GroupResult
+from outrider.training.async_rollouts import GroupName, GroupResult, absorb, merge_reports
 from outrider.training.components import Components
 from outrider.training.policy import set_threads
 from outrider.training.settings import RunSettings
@@ -535,32 +535,6 @@ class PoolRollouts:
         if self._is_training:
             absorb(self._pool.hooks, self._hooks, groups)
         return merge_reports([group.report for group in groups])
-
-
-def absorb(copied: Sequence[Hook], hooks: Sequence[Hook], groups: Sequence[GroupResult]) -> None:
-    """Let the hooks absorb what their copies gathered, group by group, and see every group once."""
-    for group in groups:
-        if group.is_absorbed:
-            continue
-        if group.gathered is not None:  # otherwise the group is masked
-            for hook, gathered in zip(copied, group.gathered, strict=True):
-                hook.absorb(gathered)
-        for hook in hooks:
-            for trace in group.report.traces:
-                hook.after_group(trace)
-        group.gathered, group.is_absorbed = None, True
-
-
-def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
-    """Return one report of all groups, in their order."""
-    return RolloutReport(
-        traces=[trace for report in reports for trace in report.traces],
-        num_batches=sum(report.num_batches for report in reports),
-        num_retries=sum(report.num_retries for report in reports),
-        faults=sum((report.faults for report in reports), Counter()),
-        fault_reasons=tuple(reason for report in reports for reason in report.fault_reasons),
-        loop_lag_s=largest([report.loop_lag_s for report in reports]),
-    )
 
 
 def worker_room(settings: RunSettings) -> int:

@@ -26,7 +26,8 @@ from outrider.errors import ConfigError
 from outrider.files import parsed, whole_lines
 from outrider.printing import plural
 from outrider.rollout.branching import Expansion
-from outrider.rollout.scheduler import RolloutReport
+from outrider.rollout.hooks import Hook
+from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
 from outrider.training.data import QueuedStep, Round, Rounds, SampledStep, plan_step, step_rounds
@@ -320,8 +321,6 @@ class AsyncRolloutQueue:
 
         ``on_tick`` is called regularly with the number of finished groups. Raises what the pool raises.
         """
-        from outrider.distributed.rollouts import merge_reports
-
         pending = self._steps[step]
         seconds, num_calls = 0.0, 0
         while (sampled := pending.sampled) is None:
@@ -364,8 +363,6 @@ class AsyncRolloutQueue:
 
     def _absorb(self, pending: PendingStep) -> None:
         """Absorb the results of the groups that have ended, in their order."""
-        from outrider.distributed.rollouts import absorb
-
         absorb(
             self._pool.hooks,
             self._parts.algorithm.hooks,
@@ -408,3 +405,29 @@ def start_queue(parts: Components, state: "RunState", *, note: Callable[[str], N
         )
     state.queue_snapshot, state.snapshot_queue = None, queue.snapshot
     return queue
+
+
+def absorb(copied: Sequence[Hook], hooks: Sequence[Hook], groups: Sequence[GroupResult]) -> None:
+    """Let the hooks absorb what their copies gathered, group by group, and see every group once."""
+    for group in groups:
+        if group.is_absorbed:
+            continue
+        if group.gathered is not None:  # otherwise the group is masked
+            for hook, gathered in zip(copied, group.gathered, strict=True):
+                hook.absorb(gathered)
+        for hook in hooks:
+            for trace in group.report.traces:
+                hook.after_group(trace)
+        group.gathered, group.is_absorbed = None, True
+
+
+def merge_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
+    """Return one report of all groups, in their order."""
+    return RolloutReport(
+        traces=[trace for report in reports for trace in report.traces],
+        num_batches=sum(report.num_batches for report in reports),
+        num_retries=sum(report.num_retries for report in reports),
+        faults=sum((report.faults for report in reports), Counter()),
+        fault_reasons=tuple(reason for report in reports for reason in report.fault_reasons),
+        loop_lag_s=largest([report.loop_lag_s for report in reports]),
+    )
