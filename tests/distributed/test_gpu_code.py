@@ -256,7 +256,11 @@ def test_all_ranks_receive_calls_in_one_order() -> None:
         return [method]
 
     group: Any = RankGroup.__new__(RankGroup)
-    group._cluster, group._ranks, group._call_lock = SimpleNamespace(call_all=call_all), [], threading.Lock()
+    group._cluster, group._ranks, group._call_lock = (
+        SimpleNamespace(call_all=call_all),
+        [None],
+        threading.Lock(),
+    )
     assert group.call("update") == ["update"]
     others[0].join(60.0)
     assert calls == ["update begins", "update ends", "send begins", "send ends"]

@@ -18,6 +18,7 @@ from outrider.distributed.processes import (
     Cluster,
     Process,
     SharedRolloutStatus,
+    _remove_stale,
 )
 from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.training.settings import ClusterSettings
@@ -115,16 +116,17 @@ def test_answers_that_arrived_while_this_process_was_stopped_count(
     assert cluster.check() == {}
 
 
-def test_folders_of_runs_that_live_are_not_removed(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("outrider-1-stale", "outrider-1-made"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "outrider-1-stale" / "lock").touch()
-    with Cluster(ClusterSettings()) as other:
-        Cluster(ClusterSettings()).close()
-        assert {path.name for path in tmp_path.iterdir()} == {"outrider-1-made", other.folder.name}
+def test_folders_of_runs_that_live_are_not_removed(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:  # a long path would not hold sockets
+        monkeypatch.setattr(tempfile, "tempdir", root)
+        for name in ("outrider-1-stale", "outrider-1-made"):
+            Path(root, name).mkdir()
+        Path(root, "outrider-1-stale", "lock").touch()
+        _remove_stale()
+        with Cluster(ClusterSettings()) as other:
+            _remove_stale()
+            assert set(os.listdir(root)) == {"outrider-1-made", other.folder.name}
+        assert os.listdir(root) == ["outrider-1-made"]
     assert cluster.folder.exists()
 
 

@@ -10,6 +10,12 @@ from outrider.errors import ClusterFault, EngineFault, NoRepair
 from outrider.training.restarts import Allowance, run_with_restarts
 
 
+@pytest.fixture(autouse=True)
+def _collect_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt has a model, and all tests of this process together have much garbage."""
+    monkeypatch.setattr("outrider.training.restarts.gc.collect", lambda: 0)
+
+
 def played(
     ends: list[Exception | None], *, limit: int = 2, times: list[float] | None = None, stop: bool = False
 ) -> tuple[list[int], list[str], list[str]]:

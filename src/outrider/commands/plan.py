@@ -132,6 +132,8 @@ def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "
         if layout.placement == "process":
             continue
         overrides = ["model.device=cuda", *layout.overrides]
+        if layout.placement == "disaggregate" and not plan.work.has_vllm:
+            overrides.append("cluster.weights=files")  # the local engine cannot receive from GPU to GPU
         if layout.trainers > 1 and shape.is_unpacked:
             errors[layout] = (
                 f"cluster.num_trainers = {layout.trainers} needs a model that runs packed (model.forward), "

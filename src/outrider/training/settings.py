@@ -179,9 +179,6 @@ class ClusterSettings(Settings):
     trainer, which sleeps during updates. Loss and gradient equal those of one process within 1e-6; the same
     number of ranks gives the same bits.
 
-    Processes run on this machine (``ray_address = local``), or Ray places them on the machines of an existing
-    Ray (``auto`` or its address; extra ``cluster``).
-
     ``max_staleness`` is the number of steps whose groups may begin ahead of the update: 0 alternates rollouts
     and updates. With 1, the rollouts of the next step are generated during the update of this one. With more,
     engines take new weights between two turns of an episode. No token is older than ``max_staleness``
@@ -201,6 +198,8 @@ class ClusterSettings(Settings):
     max_staleness: int = Field(0, ge=0)
     weights: Literal["auto", "nccl", "files"] = "auto"
     ray_address: str = "local"
+    """``local``: all processes run on this machine. ``auto`` or an address: an existing Ray places them on
+    its machines (extra ``cluster``)."""
     placement_timeout_s: float = Field(120.0, gt=0)
     """Longest wait for processors of Ray, in seconds."""
     heartbeat_s: float = Field(60.0, gt=0)
