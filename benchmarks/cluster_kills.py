@@ -74,9 +74,13 @@ def play(out: Path, number: int, num_ranks: int) -> dict[str, Any]:
             time.sleep(0.005)
         kind = draws.choice(KINDS)
         how = signal.SIGKILL if kind == "controller" else draws.choice((signal.SIGKILL, signal.SIGSTOP))
-        pids = {process.pid: "controller"} if kind == "controller" else runs.processes()
-        pid = draws.choice(sorted(pid for pid, name in pids.items() if kind in name) or [0])
-        if not pid or process.poll() is not None:
+        pid, pids = 0, {process.pid: "controller"}
+        while not pid and process.poll() is None:  # a process that has not begun is awaited
+            if kind != "controller":
+                pids = runs.processes()
+            pid = draws.choice(sorted(pid for pid, name in pids.items() if kind in name) or [0])
+            time.sleep(0.05)
+        if process.poll() is not None:
             continue
         os.kill(pid, how)
         at = round(time.monotonic() - began, 2)
