@@ -4,9 +4,10 @@ end with the bits of an unbroken run, and does it leave nothing behind?
     python -m benchmarks.cluster_kills --count 50 [--out runs/cluster-kills] [--ranks 2]
 
 A tiny model with the hooks that have a state, two engines and two workers, ``max_staleness`` 0 and 1 in turn.
-Each run gets one to three signals (SIGKILL, or SIGSTOP for a process that is not the controller) and is
-resumed if its controller was killed. kills.jsonl has one line per run, and the same command continues the
-campaign. It prints a table and exits with 1 if a run was lost, differs, or left something.
+Each run gets one to three signals (SIGKILL, or SIGSTOP for a process that is not the controller). It is
+resumed if its controller was killed, and started again if its set-up ended with a line that names the lost
+process. kills.jsonl has one line per run, and the same command continues the campaign. It prints a table and
+exits with 1 if a run was lost, differs, or left something.
 """
 
 import argparse
@@ -90,6 +91,12 @@ def play(out: Path, number: int, num_ranks: int) -> dict[str, Any]:
             process = runs.start(*_arguments(out, run, staleness, num_ranks))
     try:
         _, stderr = process.communicate(timeout=_PATIENCE_S)
+        if process.returncode != 0 and not (run / "config.toml").exists():
+            # a fault of the set-up ends the run with one line, before anything is computed
+            if "Traceback" in stderr or not any(kind in stderr for kind in KINDS):
+                wrong.append(f"no line that names the process: {stderr[-2000:]}")
+            process = runs.start(*_begin(out, run, staleness, num_ranks))
+            _, stderr = process.communicate(timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
         runs.kill(process)
         wrong.append(f"hung: no end within {_PATIENCE_S:g} s")
@@ -100,7 +107,7 @@ def play(out: Path, number: int, num_ranks: int) -> dict[str, Any]:
             wrong += unequal(reference, run)
     subprocess.run([sys.executable, "-c", _SWEEP], check=True)  # what the next run removes
     wrong += [f"left behind: {each}" for each in sorted(runs.left_behind())]
-    if wrong:
+    if wrong and run.exists():
         shutil.copytree(run, out / f"wrong-{number}", dirs_exist_ok=True)
     return {"number": number, "staleness": staleness, "signals": signals, "wrong": wrong}
 
