@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 from tests.distributed.command_runs import CommandRuns
+from tests.distributed.components import components_on
 from tests.distributed.groups import groups
 from tests.tiny import save_tiny_model
 from tests.training.whole_runs import command, write_data
 
 from outrider.config import validate
-from outrider.distributed import open_cluster, start_ranks, start_rollout_processes
+from outrider.distributed import open_cluster, start_ranks
 from outrider.distributed.fsdp import Shape, assign_to_ranks
 from outrider.rollout.scheduler import LoopLag
 from outrider.training.components import Components
 from outrider.training.settings import RunSettings
-from outrider.training.setup import build, local_learner
+from outrider.training.setup import local_learner
 from outrider.training.update import rollout_paths
 from outrider.viewer.run_reader import read_records
 
@@ -124,22 +125,8 @@ def _timed(call: Callable[[], Any]) -> float:
 def crew(model: str, folder: Path, **given: Any) -> Iterator[Components]:
     """Two engines and two rollout workers, unless something else is ``given``."""
     settings = settings_of(model, **{"num_engines": 2, "num_rollout_workers": 2, "max_restarts": 99, **given})
-    with open_cluster(settings) as cluster:
-        parts = build(
-            settings,
-            buffer_path=folder / "buffer.sqlite",
-            resumed=False,
-            on_tokens=lambda num_tokens: None,
-            note=lambda line: None,
-            start_learner=local_learner,
-            start_remote=partial(start_rollout_processes, cluster=cluster, folder=folder),
-        )
-        try:
-            yield parts
-        finally:
-            assert parts.remote is not None
-            parts.remote.close()
-            parts.factory.close()
+    with open_cluster(settings) as cluster, components_on(cluster, settings, folder) as parts:
+        yield parts
 
 
 def transfer(model: str, folder: Path, num: int) -> list[Figure]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from outrider.testing import check_engine
 from outrider.training.components import Components
 from outrider.training.restarts import Allowance
 from outrider.training.settings import RunSettings
-from outrider.training.setup import build, local_learner
+from tests.distributed.components import components_on
 from tests.distributed.processes import lives, send_signal, wait_until_ended
 
 if TYPE_CHECKING:
@@ -98,19 +97,9 @@ def crew_of(cluster: "Cluster", folder: Path, place: Path, **changed: Any) -> Ab
 @contextmanager
 def crew_with(cluster: "Cluster", settings: RunSettings, place: Path) -> Iterator[Crew]:
     cluster.settings = settings.cluster
-    parts = build(
-        settings,
-        buffer_path=place / "buffer.sqlite",
-        resumed=False,
-        on_tokens=lambda num: None,
-        note=lambda line: None,
-        start_learner=local_learner,
-        start_remote=partial(RemoteProcesses, cluster=cluster, folder=place),
-    )
-    assert isinstance(parts.remote, RemoteProcesses)
-    yield Crew(parts, parts.remote)
-    parts.remote.close()
-    parts.factory.close()
+    with components_on(cluster, settings, place) as parts:
+        assert isinstance(parts.remote, RemoteProcesses)
+        yield Crew(parts, parts.remote)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from outrider.config import validate
-from outrider.distributed import open_cluster, start_rollout_processes
+from outrider.distributed import open_cluster
 from outrider.distributed.remote import RemoteProcesses
 from outrider.distributed.weights import Sender, Source
 from outrider.engines.base import Request
@@ -28,10 +28,10 @@ from outrider.trace import Trace
 from outrider.training.components import Components
 from outrider.training.packing import pack
 from outrider.training.settings import RunSettings
-from outrider.training.setup import build, local_learner
 from outrider.training.update import rollout_paths
 from tests.distributed import gloo_transfer
 from tests.distributed.command_runs import CommandRuns
+from tests.distributed.components import components_on
 from tests.engines.test_vllm import exact_logprobs
 from tests.tiny import save_tiny_model, tiny_model
 from tests.training.tool_run import TAGS, save_model, write_tool_run
@@ -79,20 +79,9 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
             "cluster": {"num_rollout_workers": 2, "tensor_parallel": 2, "max_restarts": 20},
         },
     )
-    with open_cluster(settings) as cluster:
-        parts = build(
-            settings,
-            buffer_path=root / "buffer.sqlite",
-            resumed=False,
-            on_tokens=lambda num: None,
-            note=lambda line: None,
-            start_learner=local_learner,
-            start_remote=partial(start_rollout_processes, cluster=cluster, folder=root),
-        )
+    with open_cluster(settings) as cluster, components_on(cluster, settings, root) as parts:
         assert isinstance(parts.remote, RemoteProcesses)
         yield Crew(parts, parts.remote)
-        parts.remote.close()
-        parts.factory.close()
     until = time.monotonic() + 60
     while vllm_processes():
         assert time.monotonic() < until, vllm_processes()
