@@ -23,7 +23,6 @@ from benchmarks.cluster_measures import (
 )
 from benchmarks.markdown_table import markdown
 
-
 MEASURES: Final = (imbalance, two_ranks, transfer, restarts, recovery, loop_lag, overlap)
 
 
