@@ -36,6 +36,7 @@ NUM_STEPS: Final = 4
 KINDS: Final = ("engine", "worker", "rank", "controller")
 _PATIENCE_S: Final = 900.0
 _MAX_ENDED: Final = 5
+_AGAIN: Final = "; continue from the newest checkpoint"
 
 
 def main(given: Sequence[str] | None = None) -> int:
