@@ -202,6 +202,8 @@ def restarts(model: str, folder: Path, num: int) -> list[Figure]:
         _await_steps(process, run, done + 1)
         losses.append(time.perf_counter() - began)
         runs.end(process)
+        restarted = [step["step"] for step in _train_steps(run) if step.get("cluster/trainer_restarts")]
+        assert restarted, "the run ended without a restart"
     return [
         Figure(name=name, measured=f"median {statistics.median(seconds):.1f} s, most {max(seconds):.1f} s",
                accepted=limit)
