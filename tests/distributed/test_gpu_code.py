@@ -340,3 +340,38 @@ def test_other_weights_than_those_sent_are_detected(how: str) -> None:
         del sent[1]
     with pytest.raises(ValueError, match="did not arrive as they were sent"):
         Checking(Loaded(), WeightSum()).load_weights(sent)
+
+
+def test_vllm_finishes_running_requests_before_an_update_begins() -> None:
+    """vLLM would sample the rest of a request that has just begun with new weights."""
+    events: list[str] = []
+
+    class Vllm:
+        is_dead = False
+
+        async def stream(self, request: Any, version: int) -> Any:
+            await asyncio.sleep(0.05)
+            events.append("sampled")
+            return SimpleNamespace(token_ids=(1,))
+
+        async def begin_update(self) -> None:
+            events.append("update")
+
+    async def both() -> None:
+        process = VllmProcess.__new__(VllmProcess)
+        VllmProcess.__init__(process, None, 0, "")  # type: ignore[arg-type]
+        process._engine, process._version = Vllm(), 3  # type: ignore[assignment]
+        turn = asyncio.ensure_future(process.generate(None, [SimpleNamespace()], 3))  # type: ignore[list-item]
+        await asyncio.sleep(0)  # the turn has passed the check of its version
+        await process.begin_update()
+        await turn
+
+    asyncio.run(both())
+    assert events == ["sampled", "update"]
+
+
+def test_ranks_that_have_ended_are_named() -> None:
+    group: Any = RankGroup.__new__(RankGroup)
+    group._ranks, group._call_lock = [], threading.Lock()
+    with pytest.raises(ClusterFault, match="the trainer ranks have ended"):
+        group.call("load")

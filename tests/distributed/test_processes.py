@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from outrider.distributed import processes
 from outrider.distributed.processes import (
     Cluster,
     Process,
@@ -101,6 +102,21 @@ def test_a_signal_to_end_all_processes_is_left_to_the_run(
     assert process.call("sleep", 0.1).result(30) == "slept"
     draws = [each.call("random").result(30) for each in (process, start("engine 1"))]
     assert draws[0] != draws[1]  # no fork repeats the numbers of another
+
+
+def test_a_fork_server_that_is_lost_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(ClusterSettings()) as own:
+        arguments = Worker, str(own.folder), "engine 0"
+        first = own.start("engine 0", *arguments, busy_s=60.0, place=("engine", 0))
+        os.kill(own._fork_server.pid, signal.SIGKILL)
+        own._fork_server.wait()
+        wait_until_ended([first.pid])
+        second = own.start("engine 0", *arguments, busy_s=60.0, place=("engine", 0))
+        assert second.call("echo", 1).result(60) == 1
+        send_signal(own._fork_server.pid, signal.SIGSTOP)
+        monkeypatch.setattr(processes, "_START_S", 0.2)
+        with pytest.raises(ClusterFault, match="engine 1 could not start"):
+            own.start("engine 1", *arguments, busy_s=60.0, place=("engine", 1))
 
 
 def test_answers_that_arrived_while_this_process_was_stopped_count(

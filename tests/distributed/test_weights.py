@@ -22,6 +22,7 @@ from outrider.distributed.engines import EnginePool, EngineProcess, GroupEngine
 from outrider.distributed.recipe import Recipe
 from outrider.distributed.weights import Parcel, WeightFiles, engine_weights, pieces, read
 from outrider.engines.base import LocalSettings, Request
+from outrider.engines.local.engine import LocalEngine
 from outrider.errors import ClusterFault, ConfigError
 from outrider.plugins import registry
 from outrider.training.policy import Policy
@@ -295,3 +296,11 @@ def test_a_group_releases_keys_and_values_with_its_next_requests() -> None:
     assert calls == [
         ("generate", "g", [], 0, False, ["a", "b"]), ("generate", "g", [], 0, False, []), ("end_group", "g"),
     ]  # fmt: skip
+
+
+def test_groups_share_packed_weights_and_nothing_that_belongs_to_a_cache() -> None:
+    """Captured decoding steps refer to one cache: shared ones would be dropped at every turn of another."""
+    engine = LocalEngine(tiny_model())
+    group = engine.with_own_cache()
+    assert group._packed is engine._packed
+    assert all(getattr(group, name) is not getattr(engine, name) for name in ("_cache", "_slots", "_graphs"))

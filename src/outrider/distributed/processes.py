@@ -456,7 +456,7 @@ class Cluster:
         parent = parent if len(os.fsencode(parent)) <= _PARENT_BYTES else "/tmp"
         self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
         self._locks = [_lock(self.folder)]
-        if SHARED_MEMORY.is_dir():
+        with suppress(OSError):  # there is none, or it is read-only
             (SHARED_MEMORY / self.folder.name).mkdir(mode=0o700)
             self._locks.append(_lock(SHARED_MEMORY / self.folder.name))
         self._control: Connection | None = None

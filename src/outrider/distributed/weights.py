@@ -4,6 +4,7 @@ Two ways: a file in memory that all processes of a machine share (on several mac
 or NCCL from the GPUs of the trainer ranks to those of vLLM. Engines read only the tensors that have changed.
 """
 
+import os
 import shutil
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ class WeightFiles:
             return self._folder
         if not self._cluster.is_local:
             self._folder = self._run_folder.resolve()
-        elif SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
+        elif os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 2 * num_bytes:
             self._folder = SHARED_MEMORY / self._cluster.folder.name
         else:
             self._folder = self._cluster.folder
