@@ -18,6 +18,7 @@ from outrider.engines.local import attention as segment_attention
 from outrider.engines.local import cpu_kernels as fused
 from outrider.engines.local import cpu_kernels as rotary
 from outrider.engines.local.attention import IMPLEMENTATION, Segment, TreePlan, register
+from outrider.engines.local.processor import Processor
 from outrider.training import policy as chunked_logprobs
 from outrider.training.policy import score_logits, score_tokens
 
@@ -91,6 +92,77 @@ def test_a_copy_of_a_fused_model_uses_its_own_weights() -> None:
     other(input_ids=ids)
     assert torch.equal(model(input_ids=ids).logits, before)
     assert not torch.allclose(other(input_ids=ids).logits, before)
+
+
+@pytest.fixture
+def onednn_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on other processors and for small weights."""
+    monkeypatch.setattr(fused, "_MIN_WEIGHT", 1)
+    monkeypatch.setattr(fused, "prefers_onednn", lambda: True)
+
+
+@pytest.mark.usefixtures("onednn_everywhere")
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (5,), (1, 33), (2, 3)])
+def test_products_of_onednn_and_their_gradients(shape: tuple[int, ...], has_bias: bool) -> None:
+    """Of rows and gradients with any strides, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((*shape, 14), (9, 7), (9,), (*shape, 9))
+    wide, weight, bias, outer = (torch.randn(size, generator=generator) for size in sizes)
+    given = [wide[..., ::2], weight, *([bias] if has_bias else [])]
+    exact = [one.double().requires_grad_() for one in given]
+    ours = [one.detach().requires_grad_() for one in given]
+    wanted, found = nn.functional.linear(*exact), fused.linear(*ours)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    for gradient in (outer, torch.ones(()).expand_as(outer)):
+        slopes = torch.autograd.grad(found, ours, gradient, retain_graph=True)
+        right = torch.autograd.grad(wanted, exact, gradient.double(), retain_graph=True)
+        for one, other in zip(slopes, right, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("onednn_everywhere")
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_a_model_with_products_of_onednn(kind: type) -> None:
+    """Its logits, gradients, copies and packed layers, beside the plain model."""
+    plain = tiny(kind(**SIZES), torch.float32)
+    model = copy.deepcopy(plain)
+    fused.fuse(model)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert all("forward" in vars(module) for module in linears)
+    ids = torch.arange(9)[None]
+    losses = []
+    for one in (plain, model):
+        hidden = one.base_model(input_ids=ids).last_hidden_state[0]
+        losses.append(score_tokens(hidden, ids[0], one.get_output_embeddings())[0])
+        losses[-1].sum().backward()
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-5)
+    for (name, one), (_, other) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, msg=name, rtol=1e-4, atol=1e-5)
+    before = model(input_ids=ids).logits
+    with torch.no_grad(), fused.PackedLinears(model).active():
+        torch.testing.assert_close(model(input_ids=ids).logits, before, rtol=1e-5, atol=1e-5)
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
+        parameter.data.mul_(0.5)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    assert not torch.allclose(other(input_ids=ids).logits, before)
+
+
+def test_the_library_of_products_depends_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zen 5 with AVX-512 in torch; not Zen 4, Intel, or a torch that is limited to AVX2."""
+    choose = fused.prefers_onednn.__wrapped__
+
+    def chosen(vendor: str, family: int, capability: str) -> bool:
+        found = Processor(model="", instruction_sets=frozenset(), vendor=vendor, family=family)
+        monkeypatch.setattr(fused, "read_processor", lambda: found)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+        return bool(choose())
+
+    works = torch.backends.mkldnn.is_available()
+    assert chosen("AuthenticAMD", 26, "AVX512") == works
+    assert not chosen("AuthenticAMD", 25, "AVX512") and not chosen("GenuineIntel", 26, "AVX512")
+    assert not chosen("AuthenticAMD", 26, "AVX2")
 
 
 def test_norm_and_gate_gradients_in_float64_by_finite_differences() -> None:

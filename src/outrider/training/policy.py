@@ -21,13 +21,18 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.algorithms.distill_losses import divergence_per_token
 from outrider.engines.local.attention import LEAST_HEAD_SIZE, FlexPlan, Plan, Segment, TreePlan
+from outrider.engines.local.cpu_kernels import (
+    gradient_of_rows,
+    gradient_of_weight,
+    is_for_onednn,
+    linear,
+)
 from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
     EAGER,
@@ -244,9 +249,9 @@ class _ScoreTokens(torch.autograd.Function):
                 None if grad_TK is None else (ids_TK[block], grad_TK[block]),
             )
             if grad_hidden is not None:
-                grad_hidden[block] = grad_logits @ weight_VE
+                grad_hidden[block] = gradient_of_rows(grad_logits, weight_VE)
             if ctx.needs_input_grad[2]:
-                part = grad_logits.t() @ hidden_TE[block]
+                part = gradient_of_weight(grad_logits, hidden_TE[block], weight_VE)
                 grad_weight = part if grad_weight is None else grad_weight.to(_exact(part).dtype).add_(part)
             if bias_V is not None and ctx.needs_input_grad[3]:
                 total = _exact(grad_logits).sum(dim=0)
@@ -260,7 +265,7 @@ def _project_to_vocabulary(
     hidden_BE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, memory_BV: Tensor | None
 ) -> Tensor:
     """Compute logits, in the memory of an earlier block if there is one."""
-    if memory_BV is None:
+    if memory_BV is None or is_for_onednn(weight_VE):  # which cannot write to given memory
         return linear(hidden_BE, weight_VE, bias_V)
     logits_BV = torch.mm(hidden_BE, weight_VE.t(), out=memory_BV[: len(hidden_BE)])
     return logits_BV if bias_V is None else logits_BV.add_(bias_V)

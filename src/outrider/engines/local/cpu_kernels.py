@@ -22,6 +22,7 @@ from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from outrider.engines.local.attention import IMPLEMENTATION, Plan
+from outrider.engines.local.processor import read_processor
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
 NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm")
@@ -31,10 +32,90 @@ _MIN_ROWS = 2
 _NUM_ROWS_HINT = 32
 _NUM_IN, _NUM_OUT = 32, 48  # of the layer that can_pack tries
 _DTYPES = (torch.float32, torch.bfloat16)
+_MIN_WEIGHT = 2**16  # elements of a weight whose products oneDNN computes: below, calls take most of the time
 _ROTARY_BLOCK = 2**16  # elements of a block per thread: several fit its second-level cache
 _FUSED_BLOCK = 2**18  # elements of a block: 1 MiB in float32, several of which fit the second-level cache
 
 Norm = Callable[[Tensor], Tensor]
+
+
+# --- Products without packed weights ---
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Whether float32 products of large weights are computed by oneDNN instead of torch's BLAS, which is half
+    as fast on some processors (``python benchmarks/machine.py``). The choice depends on the processor and the
+    weight only, so that the same run always uses the same kernels.
+    """
+    if not read_processor().lacks_blas or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    rows, weight = torch.linspace(-1.0, 1.0, 8).view(2, 4), torch.linspace(-0.5, 1.0, 12).view(3, 4)
+    try:
+        output = _onednn(rows, weight)
+    except (AttributeError, RuntimeError, TypeError):
+        return False  # this torch has no such operator or another signature
+    return torch.allclose(output, rows @ weight.T)
+
+
+def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``rows`` [..., in] @ ``weight`` [out, in] transposed, plus ``bias``; differentiable."""
+    if not is_for_onednn(weight):
+        return nn.functional.linear(rows, weight, bias)
+    output: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
+    return output
+
+
+def gradient_of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient [..., in] of the input of :func:`linear` for that of its output."""
+    return _onednn(gradient, weight.t()) if is_for_onednn(weight) else gradient @ weight
+
+
+def gradient_of_weight(gradient_NO: Tensor, rows_NI: Tensor, weight: Tensor) -> Tensor:
+    """Return the gradient [out, in] of the weight of :func:`linear`."""
+    if is_for_onednn(weight):
+        return _onednn(gradient_NO.t(), rows_NI.t())
+    return gradient_NO.t() @ rows_NI
+
+
+def is_for_onednn(weight: Tensor) -> bool:
+    """Whether oneDNN computes the products with this weight."""
+    return (
+        weight.numel() >= _MIN_WEIGHT
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and prefers_onednn()
+    )
+
+
+def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not (weight.is_contiguous() or weight.t().is_contiguous()):
+        weight = weight.contiguous()
+    output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b, whose two gradients are products of the same kind."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return _onednn(rows, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        grad_NO, rows_NI = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, rows))
+        return (
+            gradient_of_rows(gradient, weight) if ctx.needs_input_grad[0] else None,
+            gradient_of_weight(grad_NO, rows_NI, weight) if ctx.needs_input_grad[1] else None,
+            grad_NO.sum(dim=0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+def _forward_linear(self: Any, rows: Tensor) -> Tensor:
+    return linear(rows, self.weight, self.bias)
 
 
 # --- Packed weights ---
@@ -80,7 +161,7 @@ class PackedLinears:
             module
             for module in model.modules()
             if type(module) is nn.Linear
-            and "forward" not in vars(module)
+            and getattr(vars(module).get("forward"), "__func__", _forward_linear) is _forward_linear
             and module.weight.device.type == "cpu"
             and module.weight.dtype in _DTYPES
             and can_pack(module.weight.dtype)
@@ -96,20 +177,23 @@ class PackedLinears:
         """Use the copies, which are made at the first use after :meth:`drop`."""
         if self._packed is None:
             self._packed = [pack(linear.weight.detach()) for linear in self._linears]
-        for linear, packed in zip(self._linears, self._packed, strict=True):
-            linear.forward = partial(_forward_packed, linear, packed)  # type: ignore[method-assign]
+        plain = [vars(module).get("forward") for module in self._linears]
+        for module, packed in zip(self._linears, self._packed, strict=True):
+            module.forward = partial(_forward_packed, module, packed)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for linear in self._linears:
+            for module, forward in zip(self._linears, plain, strict=True):
                 with suppress(AttributeError):
-                    del linear.forward
+                    del module.forward
+                if forward is not None:
+                    module.forward = forward  # type: ignore[method-assign]
 
 
-def _forward_packed(linear: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
+def _forward_packed(module: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
     if not _MIN_ROWS <= rows.numel() // rows.shape[-1] <= MAX_ROWS:
-        return nn.functional.linear(rows, linear.weight, linear.bias)
-    return packed_linear(rows, packed, linear.bias)
+        return linear(rows, module.weight, module.bias)
+    return packed_linear(rows, packed, module.bias)
 
 
 # --- Modules of the Llama and Qwen families in blocks of rows. Elementwise operations on thousands of rows
@@ -119,9 +203,13 @@ def _forward_packed(linear: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas."""
+    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas, and of large
+    linear layers where another library multiplies faster.
+    """
     for module in model.modules():
         kind = type(module).__name__
+        if type(module) is nn.Linear and prefers_onednn():
+            module.forward = MethodType(_forward_linear, module)  # type: ignore[method-assign]
         if kind in NORMS:
             module.forward = MethodType(_norm, module)
         elif kind in MLPS and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
@@ -282,7 +370,7 @@ class _SwiGlu(torch.autograd.Function):
 # with packed weights, and queries and keys are rotated in one operation. ---
 
 
-class _Linear:
+class _Projection:
     """One or several linear layers with a common input as one product with packed weights."""
 
     def __init__(self, *linears: nn.Linear) -> None:
@@ -300,15 +388,15 @@ class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self._attention = attention
-        self._query_key_value = _Linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._query_key_value = _Projection(attention.q_proj, attention.k_proj, attention.v_proj)
         self._head_norms: tuple[Norm, Norm] | None = None
         if type(attention).__name__ == "Qwen3Attention":
             self._head_norms = _norm_rows(attention.q_norm), _norm_rows(attention.k_norm)
-        self._output = _Linear(attention.o_proj)
+        self._output = _Projection(attention.o_proj)
         self.before_attention = _norm_rows(layer.input_layernorm)
         self.before_mlp = _norm_rows(layer.post_attention_layernorm)
-        self.gate_up = _Linear(mlp.gate_proj, mlp.up_proj)
-        self.down = _Linear(mlp.down_proj)
+        self.gate_up = _Projection(mlp.gate_proj, mlp.up_proj)
+        self.down = _Projection(mlp.down_proj)
 
     def attend(self, rows: Tensor, cos: Tensor, sin: Tensor, plan: Plan) -> Tensor:
         module = self._attention
@@ -343,7 +431,7 @@ class FewRows:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model: Any = model
         self._layers: list[_Layer] | None = None
-        self._head: _Linear | None = None
+        self._head: _Projection | None = None
 
     @property
     def is_supported(self) -> bool:
@@ -386,7 +474,7 @@ class FewRows:
         backbone = self._model.base_model
         if self._layers is None:
             self._layers = [_Layer(layer) for layer in backbone.layers]
-            self._head = _Linear(self._model.get_output_embeddings())
+            self._head = _Projection(self._model.get_output_embeddings())
         states = backbone.embed_tokens(ids_BN)
         cos, sin = backbone.rotary_emb(states, positions_BN)
         # the embedding repeats its angles for the second half of a head

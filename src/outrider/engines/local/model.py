@@ -15,7 +15,6 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -488,14 +487,20 @@ def median_seconds(run: Callable[[], object], *, repeats: int = 15, limit_s: flo
     return statistics.median(seconds[_NUM_WARM_UP:] or seconds[-1:])
 
 
-def product_rate(num_rows: int, dtype: torch.dtype, *, limit_s: float = math.inf) -> float:
+def product_rate(
+    num_rows: int,
+    dtype: torch.dtype,
+    *,
+    limit_s: float = math.inf,
+    multiply: Callable[[Tensor, Tensor], Tensor] = onednn.linear,
+) -> float:
     """Measure TFLOP/s of a layer of the demo's model (1,536 x 576) with ``num_rows`` rows and torch's
     threads.
     """
     generator = torch.Generator().manual_seed(0)
     states, weight = (torch.randn(rows, 576, generator=generator).to(dtype) for rows in (num_rows, 1536))
     times = max(1, 2048 // num_rows)
-    seconds = median_seconds(lambda: [linear(states, weight) for _ in range(times)], limit_s=limit_s)
+    seconds = median_seconds(lambda: [multiply(states, weight) for _ in range(times)], limit_s=limit_s)
     return 2 * num_rows * 576 * 1536 * times / seconds / 1e12
 
 

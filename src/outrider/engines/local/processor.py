@@ -11,15 +11,26 @@ _INSTRUCTION_SETS = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "sve", "bf16"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processor:
-    """``instruction_sets`` are the vector and matrix ones with Linux's names; empty if Linux lists none."""
+    """``instruction_sets`` are the vector and matrix ones with Linux's names; empty if Linux lists none.
+    ``vendor`` and ``family`` are those of an x86-64 processor; empty and 0 for others.
+    """
 
     model: str
     instruction_sets: frozenset[str]
+    vendor: str = ""
+    family: int = 0
 
     @property
     def multiplies_bfloat16(self) -> bool:
         """Whether it has a matrix unit for bfloat16 (AMX). Vector instructions are no faster than float32."""
         return "amx_bf16" in self.instruction_sets
+
+    @property
+    def lacks_blas(self) -> bool:
+        """Whether MKL, torch's BLAS, is slow here: it runs AVX2 kernels on AMD processors. Half the rate of
+        oneDNN from Zen 5 (family 26) on, whose units are as wide as AVX-512.
+        """
+        return self.vendor == "AuthenticAMD" and self.family >= 26
 
 
 def read_processor(cpuinfo: Path = _CPUINFO) -> Processor:
@@ -39,4 +50,6 @@ def read_processor(cpuinfo: Path = _CPUINFO) -> Processor:
     return Processor(
         model=", ".join([listed.get("model name") or platform.processor() or platform.machine(), *numbers]),
         instruction_sets=frozenset(flag for flag in flags if flag.startswith(_INSTRUCTION_SETS)),
+        vendor=listed.get("vendor_id", ""),
+        family=int(listed.get("cpu family") or 0),
     )
