@@ -200,6 +200,10 @@ def write_recipe(plan: Plan, method: Method) -> Path:
     # A cold start that shows tips needs the algorithm that has a memory of them.
     if not (method.key == IMITATION and settings.cold_start.tip_share):
         tree["algorithm"] = method.table(_objective(settings))
+        retrieval = tree["algorithm"].get("retrieval", {})
+        if retrieval.get("schedule", "constant") != "constant":
+            # over the recipe's steps: those of a run that a budget ends are not known
+            tree["algorithm"]["retrieval"] = {"schedule_steps": settings.train.num_steps} | retrieval
     path = plan.out / "recipes" / f"{method.key}.toml"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")

@@ -170,6 +170,9 @@ def test_a_schedule_moves_from_the_first_step_to_the_last(schedule: str, expecte
     )
     assert tuple(scheduled_probability(settings, step, 5) for step in (0, 1, 2, 4)) == pytest.approx(expected)
     assert scheduled_probability(settings, 9, 5) == pytest.approx(0.25)  # a run that goes on
+    own = settings.model_copy(update={"schedule_steps": 5})  # of a run that a budget ends
+    assert tuple(scheduled_probability(own, step, 10**5) for step in (0, 1, 2, 4)) == pytest.approx(expected)
+    assert scheduled_probability(own, 9, 10**5) == pytest.approx(0.25)
     assert scheduled_probability(settings, 0, 1) == 0.75 and scheduled_probability(
         settings, 1, 2
     ) == pytest.approx(0.25)

@@ -1,6 +1,7 @@
 """Counting of passes with drafts, on texts whose passes are known."""
 
 from benchmarks.draft_acceptance import LENGTHS, Index, num_passes, passes_of_step
+
 from outrider.types import Origin
 from outrider.viewer.records import TraceRow
 

@@ -21,7 +21,8 @@ from benchmarks.learning_factbook import (
 from benchmarks.learning_tables import factbook_notes, factbook_table
 
 from benchmarks import learning
-from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.exploration import Empo2Settings, RapoSettings
+from outrider.algorithms.retrieval import scheduled_probability
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
@@ -344,6 +345,9 @@ def test_a_recipe_with_its_own_algorithm_is_unchanged(tmp_path: Path) -> None:
             for method in plan.methods()
         }
         own = load_settings(RunSettings, file=plan.recipe).algorithm
+        if isinstance(own, RapoSettings):
+            fading = own.retrieval.model_copy(update={"schedule_steps": plan.settings().train.num_steps})
+            own = own.model_copy(update={"retrieval": fading})
         assert written[key].algorithm == own
         assert written["grpo"].algorithm.positive_nll == own.positive_nll
         assert written["grpo"].algorithm.type == "grpo"
@@ -361,3 +365,15 @@ def test_imitation_with_tips_uses_the_algorithm_with_tips(tmp_path: Path) -> Non
     begun = load_settings(RunSettings, file=write_recipe(plan, imitation), overrides=["train.num_steps=0"])
     assert begun.cold_start.tip_share and begun.algorithm.type == "empo2"
     factbook_jobs(plan, plan.methods()[:1])  # possible: GRPO begins from that cold start and shows no tip
+
+
+def test_retrieval_fades_over_the_steps_of_the_recipe(tmp_path: Path) -> None:
+    """With a budget, num_steps is so large that the probability would stay where it begins."""
+    demo = RECIPE.with_name("demo.toml")
+    plan = Plan(recipe=demo, out=tmp_path, seeds=[0], policy_tokens=12_000, overrides=())
+    by_key = {method.key: method for method in plan.methods()}
+    rapo = load_settings(RunSettings, file=write_recipe(plan, by_key["rapo"]), overrides=[]).algorithm
+    assert isinstance(rapo, RapoSettings) and not rapo.depends_on_num_steps
+    assert [round(scheduled_probability(rapo.retrieval, step, 100_000), 2) for step in (0, 4, 8, 9)] == [
+        0.7, 0.35, 0.0, 0.0
+    ]  # fmt: skip

@@ -220,7 +220,11 @@ class ExplorationSettings(TurnScoreSettings):
     def depends_on_num_steps(self) -> bool:
         # the schedule reaches final_probability at the last step
         retrieval = self.parts.retrieval
-        return retrieval is not None and retrieval.final_probability is not None
+        return (
+            retrieval is not None
+            and retrieval.final_probability is not None
+            and retrieval.schedule_steps is None
+        )
 
     @property
     def forks_by_replay(self) -> bool:

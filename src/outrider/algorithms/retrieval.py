@@ -278,6 +278,10 @@ class RetrievalSettings(Settings):
     """Probability at the end of the run, which ``schedule`` approaches."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the probability changes from ``probability`` to ``final_probability`` over the run."""
+    schedule_steps: int | None = Field(None, ge=1)
+    """Number of training steps of the schedule (None: ``train.num_steps``); later steps have
+    ``final_probability``. Set it if ``train.max_policy_tokens`` ends the run earlier.
+    """
     scope: Literal["all", "same_task", "other_tasks"] = "all"
     include_terminal: bool = False
     """Whether the last step of a trajectory, which contains the answer, can be retrieved."""
@@ -293,14 +297,17 @@ class RetrievalSettings(Settings):
             raise ValueError("mode = execute replays one action: set level = step")
         if (self.schedule == "constant") != (self.final_probability is None):
             raise ValueError("final_probability belongs to schedule = linear or cosine and to no other")
+        if self.schedule == "constant" and self.schedule_steps is not None:
+            raise ValueError("schedule_steps belongs to schedule = linear or cosine and to no other")
         return self
 
 
 def scheduled_probability(settings: RetrievalSettings, training_step: int, num_training_steps: int) -> float:
     """Return the retrieval probability of a training step (0-based)."""
-    if settings.final_probability is None or num_training_steps <= 1:
+    num_training_steps = settings.schedule_steps or num_training_steps
+    if settings.final_probability is None:
         return settings.probability
-    progress = min(1.0, training_step / (num_training_steps - 1))
+    progress = min(1.0, training_step / max(num_training_steps - 1, 1))
     if settings.schedule == "cosine":
         progress = 0.5 - 0.5 * math.cos(math.pi * progress)
     return settings.probability + (settings.final_probability - settings.probability) * progress

@@ -214,7 +214,8 @@ def extend_settings(config: Path, overrides: Sequence[str]) -> RunSettings:
             raise ConfigError(
                 "train.num_steps cannot grow here: the probability of a retrieval runs to "
                 "algorithm.retrieval.final_probability at the last step, "
-                "so a longer run has other steps from the first on. Begin a new run"
+                "so a longer run has other steps from the first on. Begin a new run (with "
+                "algorithm.retrieval.schedule_steps it could grow)"
             )
     return extended
 

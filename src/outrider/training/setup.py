@@ -257,6 +257,12 @@ def build(
     num_training_tasks, lines = task_notes(task_set, settings, train_tasks, test_tasks)
     other_sets, other_lines = read_other_sets(task_set, settings, train_tasks)
     lines += other_lines
+    if settings.train.max_policy_tokens is not None and settings.algorithm.depends_on_num_steps:
+        lines.append(
+            f"the probability of a retrieval changes until step {settings.train.num_steps}: if "
+            "train.max_policy_tokens ends the run before, it does not reach final_probability; set "
+            "algorithm.retrieval.schedule_steps"
+        )
     demonstrations = None  # use experts
     if settings.cold_start.num_examples and settings.cold_start.demonstrations is not None and not resumed:
         demonstrations = read_trajectories(
