@@ -14,12 +14,15 @@ from functools import cache
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
-    """``chances`` are p_1 to p_D, ``num_turns`` is T; ``probability`` q is 0 for an on-policy rollout."""
+    """``chances`` are p_1 to p_D, ``num_turns`` is T; ``probability`` q is 0 for an on-policy rollout. With
+    ``only_known`` (``min_similarity`` near 1) nothing is retrieved at the last door.
+    """
 
     chances: tuple[float, ...]
     num_turns: int
     probability: float = 0.5
     is_strict: bool = False
+    only_known: bool = False
 
 
 def rewarded(lock: Lock, *, own: int | None = None) -> float:
@@ -44,7 +47,7 @@ def rewarded(lock: Lock, *, own: int | None = None) -> float:
 
     def retrieved(turn: int, door: int) -> float:
         if door == last:
-            return 0.0 if lock.is_strict else policy(turn, door)
+            return 0.0 if lock.is_strict and not lock.only_known else policy(turn, door)
         return 0.0 if door + 1 == own else policy(turn, door + 1)
 
     return before(0, 0)

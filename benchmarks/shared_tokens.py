@@ -38,17 +38,18 @@ def counted(rows: Sequence[TraceRow], tokenizer: Tokenizer) -> tuple[int, int, i
             sizes[row.text] = len(tokenizer.encode(row.text, add_special_tokens=False))
         return sizes[row.text]
 
-    alone = sum(size(row) for path in _paths(rows) for row in path)
+    alone = sum(size(row) for path in rollout_paths(rows) for row in path)
     nodes = sum(size(row) for row in rows)
     places = {
         tuple(row.text for row in path[: depth + 1]): path[depth]
-        for path in _paths(rows)
+        for path in rollout_paths(rows)
         for depth in range(len(path))
     }
     return alone, nodes, sum(size(row) for row in places.values())
 
 
-def _paths(rows: Sequence[TraceRow]) -> Iterable[list[TraceRow]]:
+def rollout_paths(rows: Sequence[TraceRow]) -> Iterable[list[TraceRow]]:
+    """The nodes of each rollout from the root to its leaf."""
     by_id = {(row.trace_id, row.node_id): row for row in rows}
     for leaf in rows:
         if leaf.outcome is None:
