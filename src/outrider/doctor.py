@@ -40,10 +40,12 @@ def processor() -> str:
 
 
 def kernels() -> str:
-    """Describe the linear layers of a decoding step in each precision, and what precision ``auto`` means."""
+    """Describe the linear layers of a decoding step in each precision, the other products in float32, and
+    what precision ``auto`` means.
+    """
     import torch
 
-    from outrider.engines.local.cpu_kernels import can_pack
+    from outrider.engines.local.cpu_kernels import can_pack, prefers_onednn
     from outrider.engines.local.model import resolve_precision
 
     ways = {
@@ -51,6 +53,7 @@ def kernels() -> str:
         "bfloat16": "packed" if can_pack(torch.bfloat16) else "plain, slower than float32",
     }
     text = ", ".join(f"{precision} {way}" for precision, way in ways.items())
+    text += f"; float32 products by {'oneDNN' if prefers_onednn() else 'torch'}"
     return f'{text}; model.precision = "auto" selects {resolve_precision("auto", "cpu")}'
 
 

@@ -30,8 +30,8 @@ from outrider.engines.local.attention import LEAST_HEAD_SIZE, FlexPlan, Plan, Se
 from outrider.engines.local.cpu_kernels import (
     gradient_of_rows,
     gradient_of_weight,
-    is_for_onednn,
     linear,
+    linear_into,
 )
 from outrider.engines.local.model import LanguageModel, read_weights
 from outrider.engines.local.unpacked import (
@@ -265,10 +265,9 @@ def _project_to_vocabulary(
     hidden_BE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, memory_BV: Tensor | None
 ) -> Tensor:
     """Compute logits, in the memory of an earlier block if there is one."""
-    if memory_BV is None or is_for_onednn(weight_VE):  # which cannot write to given memory
+    if memory_BV is None:
         return linear(hidden_BE, weight_VE, bias_V)
-    logits_BV = torch.mm(hidden_BE, weight_VE.t(), out=memory_BV[: len(hidden_BE)])
-    return logits_BV if bias_V is None else logits_BV.add_(bias_V)
+    return linear_into(memory_BV[: len(hidden_BE)], hidden_BE, weight_VE, bias_V)
 
 
 def _grad_logits(

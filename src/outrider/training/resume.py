@@ -277,11 +277,14 @@ def _software() -> dict[str, str]:
 
 
 def _machine() -> dict[str, str]:
+    from outrider.engines.local.cpu_kernels import prefers_onednn  # imports transformers
+
     processor = read_processor()
     return {
         "processor": processor.model,
         _SETS: " ".join(sorted(processor.instruction_sets)) or "unknown",
         "torch's kernels": torch.backends.cpu.get_cpu_capability(),
+        "products": "oneDNN" if prefers_onednn() else "torch",
         "threads": str(torch.get_num_threads()),
         "variables": " ".join(chosen_instructions()) or "none",
     }

@@ -8,6 +8,8 @@ Shape letters: B rows, N tokens of a row or rows, H query heads, K key-value hea
 size, F intermediate size.
 """
 
+import copy
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
@@ -33,6 +36,8 @@ _NUM_ROWS_HINT = 32
 _NUM_IN, _NUM_OUT = 32, 48  # of the layer that can_pack tries
 _DTYPES = (torch.float32, torch.bfloat16)
 _MIN_WEIGHT = 2**16  # elements of a weight whose products oneDNN computes: below, calls take most of the time
+_MAX_OUTPUTS = 8192  # of one product
+_ROW_STEP = 64
 _ROTARY_BLOCK = 2**16  # elements of a block per thread: several fit its second-level cache
 _FUSED_BLOCK = 2**18  # elements of a block: 1 MiB in float32, several of which fit the second-level cache
 
@@ -50,32 +55,51 @@ def prefers_onednn() -> bool:
     """
     if not read_processor().lacks_blas or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    rows, weight = torch.linspace(-1.0, 1.0, 8).view(2, 4), torch.linspace(-0.5, 1.0, 12).view(3, 4)
+    rows, weight = (
+        torch.linspace(-1.0, end, 12, dtype=torch.float32, device="cpu").view(3, 4) for end in (1.0, 2.0)
+    )
     try:
-        output = _onednn(rows, weight)
+        return torch.allclose(_onednn(rows, weight), rows @ weight.T) and torch.allclose(
+            _onednn(rows.T, weight.T), rows.T @ weight
+        )
     except (AttributeError, RuntimeError, TypeError):
         return False  # this torch has no such operator or another signature
-    return torch.allclose(output, rows @ weight.T)
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``rows`` [..., in] @ ``weight`` [out, in] transposed, plus ``bias``; differentiable."""
+    """Return ``rows`` [..., in] @ ``weight`` [out, in] transposed, plus ``bias``; differentiable once."""
     if not is_for_onednn(weight):
         return nn.functional.linear(rows, weight, bias)
     output: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
 
+def linear_into(output_NO: Tensor, rows_NI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Write :func:`linear` to given memory, without gradient."""
+    if not is_for_onednn(weight):
+        torch.mm(rows_NI, weight.t(), out=output_NO)
+        return output_NO if bias is None else output_NO.add_(bias)
+    for part in _slices(len(weight)):
+        output_NO[:, part] = _product(rows_NI, weight[part], None if bias is None else bias[part])
+    return output_NO
+
+
 def gradient_of_rows(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient [..., in] of the input of :func:`linear` for that of its output."""
-    return _onednn(gradient, weight.t()) if is_for_onednn(weight) else gradient @ weight
+    return _product(gradient, weight.t()) if is_for_onednn(weight) else gradient @ weight
 
 
 def gradient_of_weight(gradient_NO: Tensor, rows_NI: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient [out, in] of the weight of :func:`linear`."""
-    if is_for_onednn(weight):
-        return _onednn(gradient_NO.t(), rows_NI.t())
-    return gradient_NO.t() @ rows_NI
+    if not is_for_onednn(weight):
+        return gradient_NO.t() @ rows_NI
+    output = weight.new_empty(weight.shape)
+    if not len(rows_NI):
+        return output.zero_()
+    rows_NI = _whole_rows(rows_NI)
+    for part in _slices(len(weight)):
+        output[part] = _onednn(_whole_rows(gradient_NO[:, part]).t(), rows_NI.t())
+    return output
 
 
 def is_for_onednn(weight: Tensor) -> bool:
@@ -86,6 +110,23 @@ def is_for_onednn(weight: Tensor) -> bool:
         and weight.device.type == "cpu"
         and prefers_onednn()
     )
+
+
+def _slices(num_outputs: int) -> Iterator[slice]:
+    # of a vocabulary: temporary copies of all logits would be as large as the logits
+    return (slice(start, start + _MAX_OUTPUTS) for start in range(0, num_outputs, _MAX_OUTPUTS))
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    rows_NI = rows.reshape(-1, rows.shape[-1])
+    output = _onednn(_whole_rows(rows_NI), weight, bias)[: len(rows_NI)]
+    return output.view(*rows.shape[:-1], len(weight))
+
+
+def _whole_rows(rows: Tensor) -> Tensor:
+    """Append rows of zeros, because oneDNN keeps the code that it generates for each number of rows."""
+    more = -len(rows) % _ROW_STEP if len(rows) > _ROW_STEP else 0
+    return nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
 
 
 def _onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -100,22 +141,37 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(rows, weight)
-        return _onednn(rows, weight, bias)
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        return _product(rows, weight, bias)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
-        grad_NO, rows_NI = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, rows))
+        grad_NO = gradient.reshape(-1, gradient.shape[-1])
         return (
             gradient_of_rows(gradient, weight) if ctx.needs_input_grad[0] else None,
-            gradient_of_weight(grad_NO, rows_NI, weight) if ctx.needs_input_grad[1] else None,
+            gradient_of_weight(grad_NO, rows.reshape(-1, rows.shape[-1]), weight)
+            if ctx.needs_input_grad[1]
+            else None,
             grad_NO.sum(dim=0) if ctx.needs_input_grad[2] else None,
         )
 
 
-def _forward_linear(self: Any, rows: Tensor) -> Tensor:
-    return linear(rows, self.weight, self.bias)
+class _ForwardLinear:
+    """The forward of a linear layer, without a reference that would keep its weight alive."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 (the name in nn.Linear)
+        module = self._module()
+        assert module is not None
+        return linear(input, module.weight, module.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_ForwardLinear":
+        copied: Any = copy.deepcopy(self._module(), memo)
+        return _ForwardLinear(copied)
 
 
 # --- Packed weights ---
@@ -161,7 +217,7 @@ class PackedLinears:
             module
             for module in model.modules()
             if type(module) is nn.Linear
-            and getattr(vars(module).get("forward"), "__func__", _forward_linear) is _forward_linear
+            and isinstance(vars(module).get("forward"), _ForwardLinear | None)
             and module.weight.device.type == "cpu"
             and module.weight.dtype in _DTYPES
             and can_pack(module.weight.dtype)
@@ -208,8 +264,8 @@ def fuse(model: nn.Module) -> None:
     """
     for module in model.modules():
         kind = type(module).__name__
-        if type(module) is nn.Linear and prefers_onednn():
-            module.forward = MethodType(_forward_linear, module)  # type: ignore[method-assign]
+        if type(module) is nn.Linear and "forward" not in vars(module) and prefers_onednn():
+            module.forward = _ForwardLinear(module)  # type: ignore[method-assign]
         if kind in NORMS:
             module.forward = MethodType(_norm, module)
         elif kind in MLPS and isinstance(module.act_fn, (nn.SiLU, SiLUActivation)):
