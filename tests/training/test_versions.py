@@ -10,7 +10,7 @@ SOFTWARE = {"outrider", "torch", "transformers", "numpy", "BLAS", "oneDNN"}
 def test_a_checkpoint_records_what_decides_the_bits() -> None:
     """Instruction sets, thread count, libraries."""
     recorded = versions()
-    machine = {"processor", "instruction sets", "torch's kernels", "threads", "variables"}
+    machine = {"processor", "instruction sets", "torch's kernels", "products", "threads", "variables"}
     assert set(recorded) == SOFTWARE | machine
     assert all(recorded.values()) and int(recorded["threads"]) >= 1
 
