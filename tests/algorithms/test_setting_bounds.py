@@ -39,9 +39,9 @@ OBJECTIVE: dict[str, Any] = {
     "kl_weight": 0.0, "kl_estimator": "k2", "distill": None,
 }  # fmt: skip
 RETRIEVAL: dict[str, Any] = {
-    "probability": 0.5, "final_probability": None, "schedule": "constant", "scope": "all",
-    "include_terminal": False, "noise": 0.0, "mode": "context", "level": "step", "form": "tags",
-    "min_similarity": None,
+    "probability": 0.5, "final_probability": None, "schedule": "constant", "schedule_steps": None,
+    "scope": "all", "include_terminal": False, "noise": 0.0, "mode": "context", "level": "step",
+    "form": "tags", "min_similarity": None,
 }  # fmt: skip
 DEFAULTS: dict[type[Settings], dict[str, Any]] = {
     ClipLoss: CLIP,

@@ -167,13 +167,17 @@ def test_models_have_the_shape_of_their_config() -> None:
     assert sum(one.numel() for one in far.language_model.model.parameters()) == far.shape.num_parameters
 
 
-def test_operations_agree_with_the_counter_of_torch() -> None:
-    """Of the layers' products and the head; what torch counts of attention depends on the kernel."""
+def test_operations_agree_with_the_counter_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the layers' products and the head; what torch counts of attention depends on the kernel, and it does
+    not count those of oneDNN.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
+    from outrider.engines.local import cpu_kernels
     from outrider.training.policy import Policy
     from outrider.training.settings import OptimizerSettings
 
+    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: False)
     made = make_model("tiny", device="cpu", dtype=torch.float32)
     policy = Policy(made.language_model, OptimizerSettings())
     [batch] = batches(Shape(rollouts=1, shared=0, own=40, new=24))
