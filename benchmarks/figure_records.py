@@ -163,13 +163,16 @@ class Gains(_Record):
 
 
 class LeagueTask(_Part):
-    """``record`` has the methods of the task, ``page`` its evidence; ``readme`` are names of its methods."""
+    """``record`` has the methods of the task, ``page`` its evidence. ``readme`` are names of its methods for
+    README, ``elsewhere`` those whose same runs are rows of another task.
+    """
 
     task: str
     model: str
     record: str
     page: str
     readme: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
 
 
 class League(_Record):
@@ -318,13 +321,13 @@ def _league(record: League, packs: Path) -> dict[str, str]:
             raise DataError(f"{entry.record}.json has no methods of a pack")
         is_toy = isinstance(source, Toys)
         table = _toy_table(source, packs) if isinstance(source, Toys) else _factbook_table(source, packs)[0]
-        if missing := {*entry.readme} - {cells[0] for cells in table.rows}:
+        if missing := {*entry.readme, *entry.elsewhere} - {cells[0] for cells in table.rows}:
             raise DataError(f"{entry.record}.json has no method {min(missing)}")
         score_column = "interquartile mean" if is_toy else "interquartile mean %"
         base_seeds = next((int(cells[1]) for cells in table.rows if cells[0] == "GRPO"), 0)
         for cells in table.rows:
             row = dict(zip(table.header, cells, strict=True))
-            if not row[score_column]:  # not defined on this task
+            if not row[score_column] or row["method"] in entry.elsewhere:  # or not defined on this task
                 continue
             is_sketch = min(int(row["seeds"]), base_seeds) < MIN_SEEDS
             shown = (

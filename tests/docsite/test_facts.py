@@ -145,8 +145,10 @@ def test_the_page_of_a_method_and_that_of_its_reviewers_list_every_preset(page: 
 
 def test_figures_of_summaries_are_those_of_records() -> None:
     recorded = {"0.626"}  # forks at random places, printed by tests/learning/test_arpo_learns.py
-    for page in ("docs/evidence/toys.md", "docs/evidence/factbook.md", "docs/evidence/other_tasks.md"):
-        for block in re.findall(r"<!-- figures: .*?<!-- /figures -->", PAGES[page], re.DOTALL):
+    for page in ("toys", "factbook", "questions", "other_tasks"):
+        for block in re.findall(
+            r"<!-- figures: .*?<!-- /figures -->", PAGES[f"docs/evidence/{page}.md"], re.DOTALL
+        ):
             recorded |= set(_THREE_DECIMALS.findall(block))
     for page in (
         "README.md", "docs/results.md", "docs/choose/which_method.md", "docs/choose/five_settings.md",
