@@ -288,15 +288,15 @@ def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> Non
     parameters = dict(model.named_parameters())
     for name, adapter in adapters.items():
         target = parameters[name]
-        _copy(adapter, target)  # all ranks initialized the same adapter
+        target.copy_(scatter(adapter, target))  # all ranks initialized the same adapter
 
 
-def _copy(whole: Tensor, target: Tensor) -> None:
-    """Copy a tensor that every rank has into its shard of ``target``."""
-    own = whole.to(target.device)
-    if isinstance(target, DTensor):
-        own = distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(own)
+def scatter(whole: Tensor, like: Tensor) -> Tensor:
+    """Shard a tensor that every rank has as ``like`` is sharded."""
+    own = whole.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
+    return own
 
 
 def require_shardable(folder: str) -> None:
@@ -440,7 +440,7 @@ def _converted(
             for name in targets:
                 whole = model.get_parameter_or_buffer(name)
                 if whole.device.type != "meta":
-                    _copy(whole, tensors[name])
+                    tensors[name].copy_(scatter(whole, tensors[name]))
                     done.add(name)
             cast(nn.Module, model).to("meta")  # only one layer is in memory
     return done, file_keys

@@ -29,6 +29,7 @@ from outrider.distributed.fsdp import (
     free_cached_memory,
     local,
     require_shardable,
+    scatter,
     shard,
 )
 from outrider.distributed.processes import AGAIN, PROGRESS, Cluster, Process
@@ -45,7 +46,9 @@ from outrider.training.packing import RolloutPath
 from outrider.training.policy import (
     TEACHER,
     checkpoint_layers,
+    dither,
     export,
+    rounding_offsets,
     save_teacher,
     set_threads,
     tensor_files,
@@ -130,6 +133,10 @@ class Rank:
         policy = ShardedPolicy(
             model, scoring, settings.optimizer, ranks=self.ranks, uses_flex=self._uses_flex
         )
+        if settings.precision == "bfloat16":
+            for name, master in policy.masters.items():
+                offsets = rounding_offsets(name, master.shape, seed=settings.seed)
+                dither(local(master), local(scatter(offsets, master)))
         if settings.initial is not None:
             fill(tensor_folder(Path(settings.initial)), policy.masters)
         return policy
