@@ -73,6 +73,23 @@ def test_one_seed_gives_equal_bits_and_another_seed_does_not(rapo: Path) -> None
     assert texts[0] == texts[1]
 
 
+def test_a_schedule_that_a_budget_may_cut_is_reported(rapo: Path) -> None:
+    """A comparison at equal tokens has 100,000 steps, over which retrieval faded in no run."""
+    fading = [
+        "algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0",
+        "train.num_steps=50", "evaluation.at_start=false",
+    ]  # fmt: skip
+    lines = {}
+    for name, options in {
+        "cut": ["train.max_policy_tokens=1"],
+        "own": ["train.max_policy_tokens=1", "algorithm.retrieval.schedule_steps=2"],
+    }.items():
+        run = train(rapo, f"faded-{name}", *fading, *options)
+        lines[name] = [line["text"] for line in map(json.loads, (run / "notes.jsonl").open())]
+    assert sum("does not reach final_probability" in line for line in lines["cut"]) == 1
+    assert not any("does not reach final_probability" in line for line in lines["own"])
+
+
 def test_bfloat16_trains_without_packed_layers_for_it(rapo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It crashed in the first rollout. From the rollout over the check of log-probs to the update."""
     monkeypatch.setattr(cpu_kernels, "can_pack", lambda dtype: False)

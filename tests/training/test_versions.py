@@ -2,6 +2,7 @@
 
 import pytest
 
+from outrider.engines.local import cpu_kernels
 from outrider.training.resume import differences, versions
 
 SOFTWARE = {"outrider", "torch", "transformers", "numpy", "BLAS", "oneDNN"}
@@ -27,6 +28,17 @@ def test_what_was_not_recorded_is_not_compared() -> None:
     assert differences({}) == differences(versions()) == []
     assert differences({name: versions()[name] for name in ("outrider", "torch", "transformers")}) == []
     assert len(differences({"torch": "0.4.1", "threads": "99", "unknown": "x"})) == 2
+
+
+@pytest.mark.parametrize("prefers", [True, False])
+def test_products_of_a_checkpoint_that_does_not_record_them_were_torch_s(
+    prefers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: prefers)
+    before = {name: value for name, value in versions().items() if name != "products"}
+    lines = differences(before)
+    assert len(lines) == prefers
+    assert all("products torch (now oneDNN)" in line for line in lines)
 
 
 def test_of_the_instruction_sets_only_the_difference_is_reported() -> None:

@@ -202,6 +202,8 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
     """Return a line for each kind that differs; values that an earlier version did not record are not
     compared.
     """
+    if "processor" in recorded:  # before products were recorded, torch computed all of them
+        recorded = {"products": "torch", **recorded}
     lines = []
     for kind, current in {"VERSIONS": _software(), "PROCESSOR": _machine()}.items():
         changed = {name: now for name, now in current.items() if recorded.get(name, now) != now}
