@@ -50,8 +50,8 @@ def main() -> None:
             torch.set_num_threads(count)
             rates[precision, count].append((*generated(LocalEngine(policy.language_model)), updated(policy)))
     columns = ("precision", "threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
-    amx = "with" if read_processor().multiplies_bfloat16 else "without"
-    table = Table(*columns, title=f"{arguments.model}, processor {amx} AMX, medians of {arguments.repeats}")
+    title = f"{arguments.model}, {read_processor().model}, medians of {arguments.repeats}"
+    table = Table(*columns, title=title)
     for (precision, count), measured in rates.items():
         # the first round warms up
         medians = [statistics.median(column) for column in zip(*measured[1:], strict=True)]

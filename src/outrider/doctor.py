@@ -87,7 +87,7 @@ num_threads = 2                 # threads of torch; leave a core to tools and si
 
 [model]
 name = "smollm2-135m-instruct"  # a packaged model, a Hugging Face id, or a folder
-precision = "auto"              # bfloat16 on a GPU or a processor with AMX, else float32
+precision = "auto"              # bfloat16 where it is fast (GPU, AMX, AVX512-BF16), else float32
 device = "cpu"                  # or "cuda"
 
 [environment]
@@ -311,13 +311,12 @@ def _processors() -> str:
 
 
 def _fast_bfloat16() -> str:
-    # vector instructions for bfloat16 are no faster than float32
     sets = read_processor().instruction_sets
     names = ", ".join(sorted(name for name in sets if "bf16" in name))
     known = names or ("none" if sets else "unknown on this system")
     if not read_processor().multiplies_bfloat16:
         raise _Missing(
-            f"the processor has no AMX (bfloat16 instructions: {known})",
+            f"the processor has neither AMX nor AVX512-BF16 (bfloat16 instructions: {known})",
             'nothing: model.precision = "auto" selects float32',
         )
     return known

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.qwen2.modeling_qwen2 import eager_attention_forward
 
 from outrider.engines.local import cpu_kernels as onednn
+from outrider.engines.local import model as module
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.engine import LocalEngine
 from outrider.engines.local.model import (
@@ -226,6 +227,25 @@ def test_attention_alone_is_accepted_in_every_precision(
     assert load_model(saved(tmp_path, config), precision=precision).context_length == 64
 
 
+def test_one_probe_that_rounds_badly_does_not_make_bfloat16_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But float32, which has no such probes, has a single try."""
+    folder = saved(tmp_path, LlamaConfig(**SIZES))
+    seen: list[list[int]] = []
+
+    def differs(loaded: LanguageModel, ids: torch.Tensor) -> str:
+        seen.append(ids.tolist())
+        return "it rounds" if len(seen) < 3 else ""
+
+    monkeypatch.setattr(module, "_difference", differs)
+    assert load_model(folder, precision="bfloat16").unpacked is None
+    assert len({tuple(ids) for ids in seen}) == len(seen) == 3
+    seen.clear()
+    assert load_model(folder, precision="float32").unpacked is not None
+    assert len(seen) == 1
+
+
 def test_contexts_stay_within_one_chunk_of_chunked_attention(tmp_path: Path) -> None:
     assert (
         load_model(
@@ -254,11 +274,12 @@ def test_a_missing_model_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch)
     [
         ({"avx2", "avx512_bf16", "amx_tile", "amx_bf16"}, True, torch.bfloat16),
         ({"avx2", "avx512_bf16", "amx_tile", "amx_bf16"}, False, torch.float32),  # ONEDNN_MAX_CPU_ISA=AVX2
-        ({"avx2", "avx512bw", "avx512_bf16"}, True, torch.float32),
+        ({"avx2", "avx512bw", "avx512_bf16"}, True, torch.bfloat16),
+        ({"avx2", "avx512bw"}, True, torch.float32),
         ({"avx2"}, False, torch.float32),
     ],
 )
-def test_auto_precision_is_bfloat16_only_with_a_matrix_unit_for_it(
+def test_auto_precision_is_bfloat16_only_where_the_processor_multiplies_it(
     flags: set[str], packs: bool, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Never where it is slow, and never where it cannot be packed."""

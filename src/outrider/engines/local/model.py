@@ -168,10 +168,9 @@ def require_device(device: str) -> None:
 
 
 def resolve_precision(precision: Precision, device: str) -> Literal["bfloat16", "float32"]:
-    """Resolve ``auto``: bfloat16 if the matrix unit supports it (GPUs, CPUs with AMX tiles), else float32.
+    """Resolve ``auto``: bfloat16 where it is fast (GPUs, CPUs with AMX or AVX512-BF16), else float32.
 
-    A CPU with bfloat16 only in its vector unit is no faster than in float32 (``benchmarks/threads.py``), and
-    one without packed layers is slower.
+    Other CPUs emulate it (``python benchmarks/machine.py``), and without packed layers it is slower.
     """
     if precision != "auto":
         return precision

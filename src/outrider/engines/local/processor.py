@@ -22,8 +22,10 @@ class Processor:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether it has a matrix unit for bfloat16 (AMX). Vector instructions are no faster than float32."""
-        return "amx_bf16" in self.instruction_sets
+        """Whether it multiplies bfloat16 at twice the rate of float32 or more: with a matrix unit (AMX) or
+        AVX-512's products of pairs (Zen 4 and 5).
+        """
+        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(self.instruction_sets)
 
     @property
     def lacks_blas(self) -> bool:
