@@ -50,7 +50,8 @@ def main() -> None:
             torch.set_num_threads(count)
             rates[precision, count].append((*generated(LocalEngine(policy.language_model)), updated(policy)))
     columns = ("precision", "threads", "prefill tokens/s", "decode tokens/s", "update tokens/s")
-    title = f"{arguments.model}, {read_processor().model}, medians of {arguments.repeats}"
+    sets = sorted(name for name in read_processor().instruction_sets if "bf16" in name)
+    title = f"{arguments.model}, {read_processor().model}, {sets}, medians of {arguments.repeats}"
     table = Table(*columns, title=title)
     for (precision, count), measured in rates.items():
         # the first round warms up

@@ -87,7 +87,7 @@ num_threads = 2                 # threads of torch; leave a core to tools and si
 
 [model]
 name = "smollm2-135m-instruct"  # a packaged model, a Hugging Face id, or a folder
-precision = "auto"              # bfloat16 where it is fast (GPU, AMX, AVX512-BF16), else float32
+precision = "auto"              # bfloat16 if it is faster than float32
 device = "cpu"                  # or "cuda"
 
 [environment]
@@ -316,7 +316,7 @@ def _fast_bfloat16() -> str:
     known = names or ("none" if sets else "unknown on this system")
     if not read_processor().multiplies_bfloat16:
         raise _Missing(
-            f"the processor has neither AMX nor AVX512-BF16 (bfloat16 instructions: {known})",
+            f"bfloat16 is not faster than float32 on this processor (its instructions for it: {known})",
             'nothing: model.precision = "auto" selects float32',
         )
     return known

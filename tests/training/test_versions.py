@@ -31,7 +31,7 @@ def test_what_was_not_recorded_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize("prefers", [True, False])
-def test_products_of_a_checkpoint_that_does_not_record_them_were_torch_s(
+def test_products_that_a_checkpoint_does_not_record_were_by_torch(
     prefers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_kernels, "prefers_onednn", lambda: prefers)

@@ -288,15 +288,15 @@ def begin(model: nn.Module, folder: Path, adapters: Mapping[str, Tensor]) -> Non
     parameters = dict(model.named_parameters())
     for name, adapter in adapters.items():
         target = parameters[name]
-        target.copy_(scatter(adapter, target))  # all ranks initialized the same adapter
+        _copy(adapter, target)  # all ranks initialized the same adapter
 
 
-def scatter(whole: Tensor, like: Tensor) -> Tensor:
-    """Shard a tensor that every rank has as ``like`` is sharded."""
-    own = whole.to(like.device)
-    if isinstance(like, DTensor):
-        return distribute_tensor(own, like.device_mesh, like.placements, src_data_rank=None)
-    return own
+def _copy(whole: Tensor, target: Tensor) -> None:
+    """Copy a tensor that every rank has into its shard of ``target``."""
+    own = whole.to(target.device)
+    if isinstance(target, DTensor):
+        own = distribute_tensor(own, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(own)
 
 
 def require_shardable(folder: str) -> None:
@@ -440,7 +440,7 @@ def _converted(
             for name in targets:
                 whole = model.get_parameter_or_buffer(name)
                 if whole.device.type != "meta":
-                    tensors[name].copy_(scatter(whole, tensors[name]))
+                    _copy(whole, tensors[name])
                     done.add(name)
             cast(nn.Module, model).to("meta")  # only one layer is in memory
     return done, file_keys
@@ -570,3 +570,13 @@ def free_cached_memory(device: torch.device) -> None:
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor; a tensor that is not sharded is unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor) -> int:
+    """Return the position of this rank's first row in a tensor that FSDP2 has split by rows; 0 if it is not
+    sharded.
+    """
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)

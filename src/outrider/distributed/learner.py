@@ -26,10 +26,10 @@ from outrider.distributed.fsdp import (
     choose_empty,
     empty_model,
     fill,
+    first_row,
     free_cached_memory,
     local,
     require_shardable,
-    scatter,
     shard,
 )
 from outrider.distributed.processes import AGAIN, PROGRESS, Cluster, Process
@@ -46,14 +46,13 @@ from outrider.training.packing import RolloutPath
 from outrider.training.policy import (
     TEACHER,
     checkpoint_layers,
-    dither,
     export,
-    rounding_offsets,
     save_teacher,
     set_threads,
     tensor_files,
     tensor_folder,
 )
+from outrider.training.rounding import dither
 from outrider.training.settings import (
     ColdStartSettings,
     LoraSettings,
@@ -135,8 +134,7 @@ class Rank:
         )
         if settings.precision == "bfloat16":
             for name, master in policy.masters.items():
-                offsets = rounding_offsets(name, master.shape, seed=settings.seed)
-                dither(local(master), local(scatter(offsets, master)))
+                dither(local(master), name, seed=settings.seed, first_row=first_row(master))
         if settings.initial is not None:
             fill(tensor_folder(Path(settings.initial)), policy.masters)
         return policy

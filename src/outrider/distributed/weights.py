@@ -261,7 +261,7 @@ class Source:
         def whole(tensor: Tensor) -> Tensor:
             return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-        gathered = to_folder_format(self._model, iter_merged(self._model, whole=whole))
+        gathered = to_folder_format(self._model, iter_merged(self._model, whole=whole, dtype=self._dtype))
         return append_sum((name, tensor.to(self._dtype).contiguous()) for name, tensor in gathered)
 
     def _empty(self) -> Iterator[tuple[str, Tensor]]:

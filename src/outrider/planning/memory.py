@@ -258,14 +258,16 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     """Create the workload of a recipe. ``prompt_tokens`` is an argument because recipes do not contain it;
     ``longest`` is the number of positions of the model.
 
-    ``precision = "auto"`` counts as bfloat16 on a GPU and float32 on a CPU.
+    ``precision = "auto"`` counts as bfloat16 on a GPU, and as on this machine on a CPU.
     """
     device, update, algorithm = settings.model.device, settings.update, settings.algorithm
     states = settings.optimizer.states
     engine, lora = settings.engine, settings.model.lora
     precision = settings.model.precision
     if precision == "auto":
-        precision = "float32" if device == "cpu" else "bfloat16"
+        from outrider.engines.local.model import resolve_precision  # imports torch
+
+        precision = resolve_precision(precision, device) if device == "cpu" else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
     rebuilt = settings.environment.rebuilt_prompt_tokens
     longest_context = prompt_tokens + settings.rollout.max_response_tokens

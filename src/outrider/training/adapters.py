@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outrider.errors import ModelError
 from outrider.suggestions import did_you_mean
+from outrider.training.rounding import dither
 from outrider.training.settings import ALL_LINEAR, LoraSettings
 
 _SETTING: Final = "model.lora.target_modules"
@@ -310,8 +311,11 @@ def _weights(model: nn.Module, *, keep_ties: bool = False) -> Iterator[tuple[str
 
 
 @torch.no_grad()
-def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with adapters merged by peft, added in float32 and rounded once.
+def iter_merged(
+    model: nn.Module, *, whole: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights with adapters merged by peft, added in float32 and rounded once, to ``dtype`` or to
+    the type of the weight.
 
     ``whole`` returns the full tensor of a sharded one. Tied weights occur once, or under each of their names
     if an adapter changes one of them (:func:`broken_ties`). Raises ModelError for an adapter that is not
@@ -322,7 +326,7 @@ def iter_merged(model: nn.Module, *, whole: Callable[[Tensor], Tensor]) -> Itera
     for name, tensor in _weights(model, keep_ties=True):
         if (path := _owner(name, layers)) is not None:
             if (layer := pending.pop(path, None)) is not None:
-                yield from _merged_layer(path, layer, whole)
+                yield from _merged_layer(path, layer, whole, dtype)
         elif ".lora_" in name:
             raise ModelError(f"the adapter {name} is in no layer of peft, so it cannot be merged")
         elif id(tensor) not in seen:
@@ -399,13 +403,26 @@ def _base(layer: Any) -> nn.Module:
     return base
 
 
-def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """peft's own merge, whatever the kind of the layer, of a copy: the layer itself does not change."""
+def _merged_layer(
+    path: str, layer: Any, whole: Callable[[Tensor], Tensor], dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """peft's own merge, whatever the kind of the layer, of a copy: the layer itself does not change.
+
+    Weights that will be bfloat16 are dithered first, because rounding would drop small changes by the
+    adapter; without a change, they are those of the model.
+    """
     memo: dict[int, Any] = {}
+    names, types = dict[int, str](), dict[str, torch.dtype]()
+    for name, tensor in cast(Iterator[tuple[str, Any]], _weights(_base(layer))):
+        own = tensor.quant_state.dtype if _is_packed(tensor) else tensor.dtype
+        names[id(tensor)], types[name] = name, (dtype or own) if own.is_floating_point else own
     for tensor in chain(layer.parameters(), layer.buffers()):
         exact = whole(plain_weight(tensor))
         if exact.is_floating_point():
             exact = exact.to(torch.promote_types(exact.dtype, torch.float32), copy=True)
+            name = names.get(id(tensor), "")
+            if types.get(name) == torch.bfloat16:
+                dither(exact, f"{path}.{name}", seed=0)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(exact, requires_grad=False) if is_parameter else exact
     copied = copy.deepcopy(layer, memo)
@@ -419,10 +436,6 @@ def _merged_layer(path: str, layer: Any, whole: Callable[[Tensor], Tensor]) -> I
         if left := _adapter_names(tuner) - set(tuner.merged_adapters):
             layer_path = f"{path}.{name}" if name else path
             raise ModelError(f"the adapter {sorted(left)[0]!r} of {_plain_name(layer_path)} was not merged")
-    types = {
-        name: weight.quant_state.dtype if _is_packed(weight) else weight.dtype
-        for name, weight in cast(Iterator[tuple[str, Any]], _weights(_base(layer)))
-    }
     for name, tensor in _weights(plain):
         yield f"{path}.{name}", tensor.detach().to(types[name])
 

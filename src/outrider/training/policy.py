@@ -2,8 +2,8 @@
 
 Small RL updates vanish in bfloat16, so gradients are accumulated and applied in float32; the working copy
 (which the local engine shares) is rounded from the masters after every step. The masters of a bfloat16 model
-start at random places of their rounding intervals (:func:`dither`), else they would move for many steps
-before the working copy did.
+start at random places of their rounding intervals (:func:`outrider.training.rounding.dither`), because the
+working copy would not follow them for many steps otherwise.
 
 Shape letters: N packed tokens, U scored tokens, T entries of :class:`~outrider.training.packing.PackedBatch`,
 V vocabulary.
@@ -48,9 +48,9 @@ from outrider.engines.local.unpacked import (
 )
 from outrider.errors import CheckpointError, ModelError
 from outrider.files import follow_umask
-from outrider.seeding import stream_seed
 from outrider.training.adapters import broken_ties, choose_trained, merge_adapters, require_bitsandbytes
 from outrider.training.packing import PackedBatch, RolloutPath, pack
+from outrider.training.rounding import dither
 from outrider.training.settings import LoraSettings, OptimizerSettings
 
 # Log-probs of given tokens and entropies from hidden states, in blocks: no tensor of all logits in memory.
@@ -709,30 +709,6 @@ class Scorer:
         return loss
 
 
-def rounding_offsets(name: str, shape: torch.Size, *, seed: int) -> Tensor:
-    """Return where the master of each weight of the parameter ``name`` starts in its rounding interval, in
-    units of the last bit of float32: uniform random numbers, int16, on the CPU.
-    """
-    generator = torch.Generator().manual_seed(stream_seed(seed, "rounding", name))
-    return torch.randint(1 - 2**15, 2**15, shape, generator=generator, dtype=torch.int16)
-
-
-@torch.no_grad()
-def dither(master: Tensor, offsets: Tensor) -> None:
-    """Shift float32 master weights that bfloat16 represents exactly by ``offsets`` (same shape), in place.
-    They still round to the same bfloat16 values.
-
-    Without it, rounding to the nearest value drops every step of less than half of the distance to the next
-    one (0.2 to 0.4 % of the weight), and weights of the same size start to move together, after many steps.
-    With it, a step moves the share of weights that makes the mean of the working copy right, as in stochastic
-    rounding, but the random numbers stay: a weight that has no gradient does not move.
-    """
-    bits = master.detach().view(torch.int32)
-    # a zero has no interval in its bits, and needs none: its first step is its value
-    is_exact = (bits & 0xFFFF == 0) & (bits & 0x7FFFFFFF != 0)
-    bits += offsets.to(bits.device) * is_exact
-
-
 def make_optimizer(masters: Iterable[Tensor], settings: OptimizerSettings) -> torch.optim.Optimizer:
     """Return AdamW over the master weights, with moments as in ``settings.states``. Raises ModelError if
     bitsandbytes is not installed.
@@ -794,7 +770,7 @@ class Policy(Scorer):
         }
         for name, parameter in self.working.items():
             if parameter.dtype == torch.bfloat16:
-                dither(self.masters[name], rounding_offsets(name, parameter.shape, seed=seed))
+                dither(self.masters[name], name, seed=seed)
             # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
             parameter.register_post_accumulate_grad_hook(self._collect(name))
         self.num_steps = 0

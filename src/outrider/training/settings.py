@@ -267,8 +267,8 @@ TrackerName: TypeAlias = Annotated[str, Name("trackers")]
 class ModelSettings(Settings):
     """``name``: a packaged model, a Hugging Face id or a folder.
 
-    ``precision`` is that of the working copy; a run records the value of ``auto`` (bfloat16 where it is
-    fast, docs/portability.md) on the machine that began it. ``trained_layers``: number of last layers that
+    ``precision`` is that of the working copy; a run records the value of ``auto`` (bfloat16 if it is
+    faster, docs/portability.md) on the machine that began it. ``trained_layers``: number of last layers that
     train (None: all). ``forward``: how the model is computed (docs/models.md); ``auto`` is packed if that is
     exact, else unpacked. ``template_kwargs`` are variables of the chat template, such as ``{enable_thinking =
     false}``. ``history_thinking``: whether the policy sees the thinking of its earlier turns (``keep``: token

@@ -49,9 +49,9 @@ _LIMITS: Final[Mapping[str, Any]] = {
 def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention [B, H, N, D] in which the queries are the last N of the T keys.
 
-    In bfloat16 on a CPU the backward pass of the fused kernel does not use the matrix unit, for which
-    bfloat16 is chosen there. So the backward pass recomputes the probabilities with plain products. In
-    float32 the fused backward pass is faster (benchmarks/update_profile.py prints both).
+    In bfloat16 on a CPU the backward pass of the fused kernel does not use the instructions for bfloat16. So
+    the backward pass recomputes the probabilities with plain products. In float32 the fused backward pass is
+    faster (benchmarks/update_profile.py prints both).
     """
     if query_BHND.requires_grad and query_BHND.device.type == "cpu" and query_BHND.dtype.itemsize < 4:
         output: Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]

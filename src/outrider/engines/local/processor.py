@@ -22,10 +22,11 @@ class Processor:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether it multiplies bfloat16 at twice the rate of float32 or more: with a matrix unit (AMX) or
-        AVX-512's products of pairs (Zen 4 and 5).
+        """Whether it multiplies bfloat16 at about twice the rate of float32 or more: processors with a matrix
+        unit (AMX), and those of AMD with AVX512-BF16 (Zen 4 and 5). Others are not measured.
         """
-        return not {"amx_bf16", "avx512_bf16"}.isdisjoint(self.instruction_sets)
+        is_amd = self.vendor == "AuthenticAMD"
+        return "amx_bf16" in self.instruction_sets or (is_amd and "avx512_bf16" in self.instruction_sets)
 
     @property
     def lacks_blas(self) -> bool:
