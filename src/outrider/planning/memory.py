@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 from outrider.algorithms.base import Algorithm, is_plugin_loss
 from outrider.engines.base import VllmSettings
+from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError
 from outrider.planning.shape import ModelShape
 from outrider.plugins.registry import resolve
@@ -265,9 +266,7 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
     engine, lora = settings.engine, settings.model.lora
     precision = settings.model.precision
     if precision == "auto":
-        from outrider.engines.local.model import resolve_precision  # imports torch
-
-        precision = resolve_precision(precision, device) if device == "cpu" else "bfloat16"
+        precision = "float32" if device == "cpu" and not read_processor().multiplies_bfloat16 else "bfloat16"
     limits = [limit for limit in (settings.model.context_length, longest) if limit]
     rebuilt = settings.environment.rebuilt_prompt_tokens
     longest_context = prompt_tokens + settings.rollout.max_response_tokens
