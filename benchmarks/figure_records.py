@@ -164,7 +164,7 @@ class Gains(_Record):
 
 class LeagueTask(_Part):
     """``record`` has the methods of the task, ``page`` its evidence. ``readme`` are names of its methods for
-    README, ``elsewhere`` those whose same runs are rows of another task.
+    README, ``elsewhere`` those that only the task's page shows.
     """
 
     task: str
