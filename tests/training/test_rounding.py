@@ -51,7 +51,7 @@ def test_places_are_spread_evenly_and_are_independent() -> None:
 
 
 def test_a_part_has_the_places_of_the_whole() -> None:
-    weights = torch.randn(7, 3, 5).bfloat16()
+    weights = torch.randn(7, 3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
     whole = dithered(weights)
     for first in range(7):
         assert dithered(weights[first:], first_row=first).equal(whole[first:])
@@ -68,7 +68,8 @@ def test_shards_of_fsdp2_have_the_places_of_the_whole(rank: int) -> None:
     try:
         mesh = init_device_mesh("cpu", (3,))
         for num_rows in (7, 5, 3, 2, 1):
-            weights = torch.randn(num_rows, 4).bfloat16().float()
+            dice = torch.Generator().manual_seed(num_rows)
+            weights = torch.randn(num_rows, 4, generator=dice).bfloat16().float()
             shard = distribute_tensor(weights.clone(), mesh, [Shard(0)], src_data_rank=None)
             dither(local(shard), "weight", seed=0, first_row=first_row(shard))
             chunks = dithered(weights).chunk(3)
