@@ -1,9 +1,14 @@
 """The shortcuts of the search are exact: for ASCII text, and for the best of many scores."""
 
+import os
 import re
+import subprocess
+import sys
 import unicodedata
+from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,3 +28,17 @@ def test_the_best_positive_scores_come_first_and_ties_in_corpus_order(
 ) -> None:
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     assert _top(np.array(scores, dtype=np.float32), top_k) == [i for i in order if scores[i] > 0][:top_k]
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_bm25s_does_not_start_jax(tmp_path: Path, is_imported: bool) -> None:
+    """JAX would reserve most of a GPU's memory."""
+    package = tmp_path / "jax"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "lax.py").write_text("def top_k(*given):\n    raise SystemExit('JAX was started')\n")
+    program = "import jax\n" if is_imported else ""
+    program += "from outrider.tools.search import import_bm25s\nimport_bm25s()\nimport jax.lax\nimport bm25s"
+    subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": f"{tmp_path}"}, check=True
+    )

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import re
+import sys
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -267,9 +269,24 @@ def render_passage(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     return (head[:boundary] if boundary > max_chars // 2 else head) + _CUT_MARK, True
 
 
-def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":
-    import bm25s
+def import_bm25s() -> ModuleType:
+    """Import bm25s without JAX, which it would start if it is installed: JAX reserves most of a GPU's memory,
+    and the index does not use it.
+    """
+    if "bm25s" not in sys.modules:
+        modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
+        hidden = {"jax": modules["jax"]} if "jax" in modules else {}
+        modules["jax"] = None  # importing it raises ImportError
+        try:
+            import bm25s  # noqa: F401
+        finally:
+            del modules["jax"]
+            modules.update(hidden)
+    return sys.modules["bm25s"]
 
+
+def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":
+    bm25s = import_bm25s()
     vocabulary: dict[str, int] = {}
     ids = [
         [
@@ -287,8 +304,7 @@ def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":
 
 
 def _load_or_build(passages: Sequence[Passage], config: SearchConfig) -> "bm25s.BM25":
-    import bm25s
-
+    bm25s = import_bm25s()
     cache_dir = config.cache_dir
     if cache_dir is None:
         return _build(passages, config.title_weight)
