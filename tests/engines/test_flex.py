@@ -1,5 +1,5 @@
 """Flex attention of a tree: its forward pass is that of the reference, for any tree that is packed depth
-first; it has no backward pass on a CPU. No part of this has run on a GPU.
+first; it has no backward pass on a CPU. Runs on one H200 trained with it (docs/gpu.md).
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from outrider.engines.local import attention as flex
-from outrider.engines.local.attention import BLOCK, FlexPlan, Segment, TreePlan, bucket
+from outrider.engines.local.attention import BLOCK, LEAST_POSITIONS, FlexPlan, Segment, TreePlan, bucket
 from outrider.errors import ModelError
 from outrider.training.packing import pack
 from outrider.training.update import rollout_paths
@@ -90,7 +90,7 @@ def test_another_order_is_refused() -> None:
 
 def test_a_run_compiles_as_often_as_there_are_lengths() -> None:
     lengths = sorted({bucket(num) for num in range(1, 65_537)})
-    assert len(lengths) == 10 and lengths[-1] == 65_536
+    assert len(lengths) == 7 and lengths[-1] == 65_536
     assert all(2 * one == other for one, other in pairwise(lengths))
 
 
@@ -145,14 +145,14 @@ def attend(num_tokens: int, *, has_gradient: bool, num_heads: int = 4) -> None:
 
 @pytest.mark.long
 def test_each_octave_is_compiled_once_with_and_once_without_gradient(compiled: list[int]) -> None:
-    """All row lengths up to 2,048, in blocks: torch's own limit is 8 programs."""
-    lengths = [BLOCK * number - 5 for number in (1, 2, 3, 5, 9, 16)]
+    """Row lengths up to 4,096."""
+    lengths = [BLOCK * number - 5 for number in (1, 8, 9, 16, 20)]
     for num_tokens in lengths:
         for has_gradient in (False, True):
             attend(num_tokens, has_gradient=has_gradient, num_heads=2)
-    assert sorted(compiled) == sorted([128, 256, 512, 1024, 2048] * 2)
+    assert sorted(compiled) == sorted([1024, 2048, 4096] * 2)
     attend(700, has_gradient=True, num_heads=2)
-    assert len(compiled) == 10
+    assert len(compiled) == 6
 
 
 def test_layers_of_other_sizes_have_programs_of_their_own(compiled: list[int]) -> None:
@@ -166,14 +166,14 @@ def test_too_many_programs_are_an_error_and_no_slow_fallback(
 ) -> None:
     monkeypatch.setattr(flex, "_LIMITS", {**flex._LIMITS, "recompile_limit": 2})
     attend(100, has_gradient=False)
-    attend(200, has_gradient=False)
+    attend(1100, has_gradient=False)
     with pytest.raises(ModelError, match=r"update\.attention=segments"):
-        attend(300, has_gradient=False)
+        attend(2100, has_gradient=False)
     assert len(compiled) == 2
 
 
 @given(num_tokens=st.integers(1, 1 << 20))
 def test_a_row_is_padded_to_the_next_power_of_two(num_tokens: int) -> None:
     length = bucket(num_tokens)
-    assert num_tokens <= length < max(2 * num_tokens, BLOCK + 1)
+    assert num_tokens <= length < max(2 * num_tokens, LEAST_POSITIONS + 1)
     assert length % BLOCK == 0 and length & (length - 1) == 0

@@ -5,6 +5,7 @@ modules.
 import copy
 import gc
 import weakref
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -251,13 +252,13 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
 @given(
     rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9),
     kv_heads=st.integers(1, 3), repeats=st.integers(1, 3), seed=st.integers(0, 2**32 - 1),
-    way=st.sampled_from(["fused", "products", "lower right"]),
+    way=st.sampled_from(["fused", "products", "lower right", "repeatable"]),
 )  # fmt: skip
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
     rows: int, num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str
 ) -> None:
-    """Both backward passes: the fused kernel's, and that of bfloat16, here in blocks of five queries; and a
-    GPU's mask.
+    """The backward passes: the fused kernel's, that of bfloat16, here in blocks of five queries, and a GPU's,
+    which computes the attention again; and a GPU's mask.
     """
     torch.manual_seed(seed)
     shapes = ((rows, kv_heads * repeats, num_new, 4), *[(rows, kv_heads, num_before + num_new, 4)] * 2)
@@ -269,7 +270,11 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
             output = segment_attention._CpuAttention.apply(*ours, 0.3)
             output.backward(outer)
     else:
-        attend = segment_attention.causal_attention if way == "fused" else segment_attention._lower_right
+        attend = {
+            "fused": segment_attention.causal_attention,
+            "lower right": segment_attention._lower_right,
+            "repeatable": segment_attention._RepeatableAttention.apply,
+        }[way]
         output = attend(*ours, 0.3)
         output.backward(outer)
     wanted = written_out(*plain, 0.3)
@@ -277,6 +282,27 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
     (wanted * outer).sum().backward()
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-10)
+
+
+def test_a_gpu_s_backward_pass_is_in_the_strict_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the mode that only warns, a GPU's kernels add in any order."""
+    modes: list[tuple[bool, bool]] = []
+    fused_attention = segment_attention._fused
+
+    def recorded(*given_: Any) -> torch.Tensor:
+        strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+        modes.append((torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled() and strict))
+        return fused_attention(*given_)
+
+    monkeypatch.setattr(segment_attention, "_fused", recorded)
+    ours = [torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        segment_attention._RepeatableAttention.apply(*ours, 0.3).sum().backward()
+        assert modes == [(False, False), (True, True)]
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("bias", [False, True])

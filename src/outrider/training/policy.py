@@ -977,6 +977,8 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
     """
     if device != "cpu":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # cuDNN prepares a program for every pair of lengths, and rollouts have new ones at every turn
+        torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     # a debugging aid that writes every new tensor twice

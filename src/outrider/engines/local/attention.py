@@ -11,7 +11,8 @@ cache positions, H query heads, K key-value heads, G query heads per key-value h
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -32,6 +33,10 @@ from outrider.errors import ModelError
 IMPLEMENTATION = "outrider"
 LEAST_HEAD_SIZE: Final = 16  # of flex attention's kernel
 BLOCK: Final = 128  # positions of a side of the blocks of flex attention's mask
+LEAST_POSITIONS: Final = 1024
+"""Of a padded row of flex attention. The kernel skips most blocks of the padding, and every further length is
+a program that is compiled for seconds.
+"""
 PROGRAMS: Final = 256
 """Programs that may be compiled for one process: each length, with and without gradient, for every kind of
 layer (head size, window, scale). torch's own limit is 8, after which it silently falls back to the plain
@@ -53,10 +58,10 @@ def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     the backward pass recomputes the probabilities with plain products. In float32 the fused backward pass is
     faster (benchmarks/update_profile.py prints both).
     """
-    if query_BHND.requires_grad and query_BHND.device.type == "cpu" and query_BHND.dtype.itemsize < 4:
-        output: Tensor = _CpuAttention.apply(  # type: ignore[no-untyped-call]
-            query_BHND, key_BKTD, value_BKTD, scale
-        )
+    is_gpu = query_BHND.device.type != "cpu"
+    if query_BHND.requires_grad and (is_gpu or query_BHND.dtype.itemsize < 4):
+        kind = _RepeatableAttention if is_gpu else _CpuAttention
+        output: Tensor = kind.apply(query_BHND, key_BKTD, value_BKTD, scale)  # type: ignore[no-untyped-call]
         return output
     return _fused(query_BHND, key_BKTD, value_BKTD, scale)
 
@@ -124,6 +129,39 @@ class _CpuAttention(torch.autograd.Function):
                 grad_key[row, head, :seen] += gradients[1]
                 grad_value[row, head, :seen] += gradients[2]
         return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
+
+
+class _RepeatableAttention(torch.autograd.Function):
+    """The fused backward passes of a GPU add in a fixed order only in torch's strict deterministic mode. A
+    run's mode warns instead of failing, because not every operation has a deterministic form, so the strict
+    mode is for the backward pass of attention, before which attention is computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        return _fused(query, key, value, scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad(), deterministic_mode(True):
+            output = _fused(query, key, value, ctx.scale)
+            gradients = torch.autograd.grad(output, (query, key, value), gradient)
+        return *gradients, None
+
+
+@contextmanager
+def deterministic_mode(is_on: bool) -> Iterator[None]:
+    """With or without torch's strict deterministic mode."""
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was_on, warn_only=warns_only)
 
 
 def _block_gradients(
@@ -471,8 +509,8 @@ class FlexPlan:
 
 
 def bucket(num_tokens: int) -> int:
-    """Return the padded length: the next power of two, at least one block."""
-    return max(BLOCK, 1 << (num_tokens - 1).bit_length())
+    """Return the padded length: the next power of two, at least :data:`LEAST_POSITIONS`."""
+    return max(LEAST_POSITIONS, 1 << (num_tokens - 1).bit_length())
 
 
 def _mask(ends_L: Tensor) -> BlockMask:

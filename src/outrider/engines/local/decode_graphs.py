@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engines.local.attention import DecodePlan, SlotCache, decode_mask
+from outrider.engines.local.attention import DecodePlan, SlotCache, decode_mask, deterministic_mode
 from outrider.engines.local.model import LanguageModel
 
 _LEAST_ROWS = 8
@@ -60,9 +60,9 @@ class DecodeGraphs:
     ) -> Tensor | None:
         """Return the logits [B, V] after the ids ``newest`` of the slots 0..B-1, which have ``stored``
         positions. The next call overwrites them. The cache has :meth:`num_slots` and one more than
-        ``used_slots``.
+        ``used_slots``. The first steps of a bucket are computed without a graph, with the same padding.
 
-        None for the first steps of a bucket, and if the model cannot be captured, which is reported once.
+        None if the model cannot be captured, which is reported once.
         """
         keys = next(iter(cache.layers.values()))[0]
         if keys is not self._keys:
@@ -82,7 +82,7 @@ class DecodeGraphs:
         key = (num_rows + padding, num_seen)
         self._num_uses[key] += 1
         if self._num_uses[key] < _LEAST_USES:
-            return None
+            return self._step(inputs_3B.to(keys.device), num_seen, cache)[:num_rows]
         captured = self._captured.get(key)
         if captured is None:
             try:
@@ -100,28 +100,23 @@ class DecodeGraphs:
 
     def _capture(self, inputs_3B: Tensor, num_seen: int, cache: SlotCache) -> _Captured:
         step = partial(self._step, inputs_3B, num_seen, cache)
-        was_deterministic = torch.are_deterministic_algorithms_enabled()
-        warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        # Every row writes its own position of the cache: sorting the indices would cost more than the step.
-        torch.use_deterministic_algorithms(False)
         graph = torch.cuda.CUDAGraph()
-        try:
-            side = torch.cuda.Stream(inputs_3B.device)
-            side.wait_stream(torch.cuda.current_stream(inputs_3B.device))
-            with torch.cuda.stream(side):
-                step()  # libraries allocate at their first call, which a capture forbids
-            torch.cuda.current_stream(inputs_3B.device).wait_stream(side)
-            with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
-                logits_BV = step()
-        finally:
-            torch.use_deterministic_algorithms(was_deterministic, warn_only=warns_only)
+        side = torch.cuda.Stream(inputs_3B.device)
+        side.wait_stream(torch.cuda.current_stream(inputs_3B.device))
+        with torch.cuda.stream(side):
+            step()  # libraries allocate at their first call, which a capture forbids
+        torch.cuda.current_stream(inputs_3B.device).wait_stream(side)
+        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
+            logits_BV = step()
         return _Captured(graph, inputs_3B, logits_BV)
 
     def _step(self, inputs_3B: Tensor, num_seen: int, cache: SlotCache) -> Tensor:
         ids_B, lengths_B, rows_B = inputs_3B
-        mask_B11T = decode_mask(lengths_B, num_seen, dtype=self._lm.dtype)
-        plan = DecodePlan(cache=cache, lengths_B=lengths_B, mask_B11T=mask_B11T, rows_B=rows_B)
-        logits: Tensor = self._lm.head(self._lm.hidden(ids_B[:, None], lengths_B[:, None], plan)[:, 0])
+        # Every row writes its own position of the cache: sorting the positions would cost more than the step.
+        with deterministic_mode(False):
+            mask_B11T = decode_mask(lengths_B, num_seen, dtype=self._lm.dtype)
+            plan = DecodePlan(cache=cache, lengths_B=lengths_B, mask_B11T=mask_B11T, rows_B=rows_B)
+            logits: Tensor = self._lm.head(self._lm.hidden(ids_B[:, None], lengths_B[:, None], plan)[:, 0])
         return logits
 
     def _pool(self) -> Any:
