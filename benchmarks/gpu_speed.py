@@ -171,8 +171,9 @@ def updates(name: str, device: str, limits: Limits, rows: RowFile, *, repeats: i
         rows.add(f"{name}: update", f"skipped: {planned / _GB:.0f} GB do not fit, and peft is not installed")
         return
     policy = Policy(
-        made.language_model, OptimizerSettings(learning_rate=1e-9), lora=LoraSettings() if lora else None
-    )
+        made.language_model, OptimizerSettings(learning_rate=1e-9), lora=LoraSettings() if lora else None,
+        uses_flex=is_gpu(device),
+    )  # fmt: skip
     kind = "adapters of rank 16" if lora else "all weights"
     forget(device)
     for told, shape in shapes.items():

@@ -133,8 +133,35 @@ def test_the_spare_slot_is_behind_those_of_the_rollouts(model):
 def test_a_bucket_is_captured_when_it_is_used_again(model, monkeypatch):
     monkeypatch.setattr(decode_graphs, "_LEAST_USES", 3)
     _, graphs = _engines(model)
+    sizes, step = [], graphs._graphs._step
+
+    def record(inputs_3B, num_seen, cache):
+        sizes.append((inputs_3B.shape[1], num_seen))
+        return step(inputs_3B, num_seen, cache)
+
+    monkeypatch.setattr(graphs._graphs, "_step", record)
     one = Request(request_id="x", token_ids=(5, 6, 7), max_tokens=3, seed=0)  # two steps after the prefill
     graphs.generate([one])
     assert not graphs._graphs._captured
+    assert sizes == [(4, 16)] * 2  # padded as the graph's
     graphs.generate([one])
     assert len(graphs._graphs._captured) == 1
+
+
+def test_a_step_is_computed_without_the_deterministic_mode_and_restores_it(model, monkeypatch):
+    """In that mode, writing to the cache would sort the positions of all rows."""
+    _, graphs = _engines(model)
+    modes, hidden = [], type(model).hidden
+
+    def record(*args):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return hidden(*args)
+
+    monkeypatch.setattr(type(model), "hidden", record)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        graphs.generate(_requests(1))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes[0] and not any(modes[1:])  # prefill, steps

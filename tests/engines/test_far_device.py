@@ -160,7 +160,9 @@ def test_the_mask_of_a_step_begins_where_a_gpu_s_kernel_wants_it() -> None:
         assert there.stride(0) == 16 and there.stride(-1) == 1
 
 
-def test_a_gpu_s_products_get_a_fixed_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_s_products_get_a_fixed_workspace_and_no_attention_of_cudnn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the test's end takes it back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     num = torch.get_num_threads()
@@ -169,5 +171,7 @@ def test_a_gpu_s_products_get_a_fixed_workspace(monkeypatch: pytest.MonkeyPatch)
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         set_threads(num, device="cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
         set_threads(num)

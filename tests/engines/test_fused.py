@@ -299,10 +299,22 @@ def test_a_gpu_s_backward_pass_is_in_the_strict_deterministic_mode(monkeypatch: 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         segment_attention._RepeatableAttention.apply(*ours, 0.3).sum().backward()
-        assert modes == [(False, False), (True, True)]
         assert torch.is_deterministic_algorithms_warn_only_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+    segment_attention._RepeatableAttention.apply(*ours, 0.3).sum().backward()
+    assert modes == [(False, False), (True, True), (False, False), (True, False)]
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_other_devices_have_a_repeatable_backward_pass_whatever_trains(trained: int) -> None:
+    """Adapters may train keys or values only."""
+    shapes = (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 4)
+    ours = [torch.randn(shape, device="meta").requires_grad_(i == trained) for i, shape in enumerate(shapes)]
+    output = segment_attention.causal_attention(*ours, 0.3)
+    assert "_RepeatableAttention" in type(output.grad_fn).__name__
+    with torch.no_grad():
+        assert segment_attention.causal_attention(*ours, 0.3).grad_fn is None
 
 
 @pytest.mark.parametrize("bias", [False, True])

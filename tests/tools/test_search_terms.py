@@ -42,3 +42,15 @@ def test_bm25s_does_not_start_jax(tmp_path: Path, is_imported: bool) -> None:
     subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": f"{tmp_path}"}, check=True
     )
+
+
+def test_threads_may_import_bm25s_at_once() -> None:
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from outrider.tools.search import import_bm25s\n"
+        "with ThreadPoolExecutor(8) as pool:\n"
+        "    list(pool.map(lambda _: import_bm25s().BM25, range(8)))\n"
+        "import sys\n"
+        "assert 'jax' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+import threading
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -269,11 +270,14 @@ def render_passage(passage: Passage, config: SearchConfig) -> tuple[str, bool]:
     return (head[:boundary] if boundary > max_chars // 2 else head) + _CUT_MARK, True
 
 
+_IMPORT_LOCK: Final = threading.Lock()
+
+
 def import_bm25s() -> ModuleType:
     """Import bm25s without JAX, which it would start if it is installed: JAX reserves most of a GPU's memory,
     and the index does not use it.
     """
-    if "bm25s" not in sys.modules:
+    with _IMPORT_LOCK:  # rollouts call tools in threads
         modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
         hidden = {"jax": modules["jax"]} if "jax" in modules else {}
         modules["jax"] = None  # importing it raises ImportError

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -58,12 +59,15 @@ def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     the backward pass recomputes the probabilities with plain products. In float32 the fused backward pass is
     faster (benchmarks/update_profile.py prints both).
     """
+    tensors = query_BHND, key_BKTD, value_BKTD
     is_gpu = query_BHND.device.type != "cpu"
-    if query_BHND.requires_grad and (is_gpu or query_BHND.dtype.itemsize < 4):
+    # adapters may train keys and values only
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if has_gradient and (is_gpu or query_BHND.dtype.itemsize < 4):
         kind = _RepeatableAttention if is_gpu else _CpuAttention
-        output: Tensor = kind.apply(query_BHND, key_BKTD, value_BKTD, scale)  # type: ignore[no-untyped-call]
+        output: Tensor = kind.apply(*tensors, scale)  # type: ignore[no-untyped-call]
         return output
-    return _fused(query_BHND, key_BKTD, value_BKTD, scale)
+    return _fused(*tensors, scale)
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -134,7 +138,8 @@ class _CpuAttention(torch.autograd.Function):
 class _RepeatableAttention(torch.autograd.Function):
     """The fused backward passes of a GPU add in a fixed order only in torch's strict deterministic mode. A
     run's mode warns instead of failing, because not every operation has a deterministic form, so the strict
-    mode is for the backward pass of attention, before which attention is computed again.
+    mode is for the backward pass of attention, before which attention is computed again. Without a
+    deterministic mode nothing is strict.
     """
 
     @staticmethod
@@ -144,9 +149,10 @@ class _RepeatableAttention(torch.autograd.Function):
         return _fused(query, key, value, scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
-        with torch.enable_grad(), deterministic_mode(True):
+        with torch.enable_grad(), deterministic_mode(torch.are_deterministic_algorithms_enabled()):
             output = _fused(query, key, value, ctx.scale)
             gradients = torch.autograd.grad(output, (query, key, value), gradient)
         return *gradients, None

@@ -81,11 +81,11 @@ class DecodeGraphs:
         num_seen = min(_bucket(max(stored) + 1, _LEAST_POSITIONS), cache.num_positions)
         key = (num_rows + padding, num_seen)
         self._num_uses[key] += 1
-        if self._num_uses[key] < _LEAST_USES:
-            return self._step(inputs_3B.to(keys.device), num_seen, cache)[:num_rows]
         captured = self._captured.get(key)
         if captured is None:
             try:
+                if self._num_uses[key] < _LEAST_USES:
+                    return self._step(inputs_3B.to(keys.device), num_seen, cache)[:num_rows]
                 captured = self._captured[key] = self._capture(inputs_3B.to(keys.device), num_seen, cache)
             except RuntimeError as error:
                 self.is_supported = False
