@@ -4,8 +4,8 @@
 
 Each row is a model of random weights in its own process: two updates over four groups of eight rollouts, in
 several micro-batches, on a CPU with one thread. The peak is Linux's VmHWM minus the resident memory before
-the model is loaded: interpreter, libraries, and the same two updates with a tiny model. The plan is its sum
-with the margin of 1.1, without the 2 GB of a GPU's context. Rows with two ranks have the larger of two
+the model is loaded: interpreter, libraries, and the same two updates with a tiny model. The plan is its sum,
+without the margin of 1.1 and the 2 GB of a GPU's context. Rows with two ranks have the larger of two
 processes that communicate over gloo. malloc returns blocks of more than 64 KiB (MALLOC_MMAP_THRESHOLD_), so
 that freed memory is not counted.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
-from outrider.planning.memory import MARGIN, Training, rank_bytes
+from outrider.planning.memory import Training, rank_bytes
 from outrider.planning.shape import find_shape
 from outrider.training.settings import LoraSettings
 
@@ -56,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """``measured`` bytes above the baseline, ``planned`` with the margin."""
+    """``measured`` bytes above the baseline, ``planned`` without the margin."""
 
     job: Job
     measured: int
@@ -123,7 +123,7 @@ def measure(job: Job, folder: Path, tiny: Path) -> Row:
         file = Path(place) / "job.json"
         file.write_text(json.dumps({**asdict(job), "folder": str(folder), "tiny": str(tiny)}))
         peaks = _peaks(file, job.ranks)
-    return Row(job=job, measured=max(peaks), planned=MARGIN * sum(planned.values()))
+    return Row(job=job, measured=max(peaks), planned=sum(planned.values()))
 
 
 def _peaks(file: Path, ranks: int) -> list[int]:

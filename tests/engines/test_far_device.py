@@ -165,9 +165,13 @@ def test_a_gpu_s_products_get_a_fixed_workspace_and_no_attention_of_cudnn(
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that the test's end takes it back
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    caches = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    monkeypatch.setenv(caches[0], "7")  # the user's
+    monkeypatch.delenv(caches[1], raising=False)
     num = torch.get_num_threads()
     try:
         set_threads(num)
+        assert [os.environ[name] for name in caches] == ["7", "128"]
         assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
         set_threads(num, device="cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -120,7 +120,9 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
         "activations kept": activation_bytes(shape, training),
         # The backward pass of the head has finished before that of the last layer begins. A layer computes
         # with a copy of each 4-bit matrix.
-        "pass in work": max(layer_bytes(shape, training) + b * largest, head_bytes(shape, b) + head_gradient),
+        "pass in work": max(
+            layer_bytes(shape, training) + b * largest, head_bytes(shape, training) + head_gradient
+        ),
     }
 
 
@@ -167,11 +169,14 @@ def activations_per_token(shape: ModelShape) -> int:
     return 4 * shape.width + attention + 3 * shape.active_mlp_width
 
 
-def head_bytes(shape: ModelShape, value_bytes: int) -> float:
+def head_bytes(shape: ModelShape, training: Training) -> float:
     """Logits of a block of tokens in the working precision, and log-probs and probabilities of a chunk of
-    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.training.policy`).
+    it in float32: ``(512 b + 128 * 8) V`` (:mod:`outrider.training.policy`). In float32 the first block is
+    stored for the backward pass, so a second one may exist beside it.
     """
-    return (HEAD_ROWS * value_bytes + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
+    b = training.value_bytes
+    num_rows = min(training.max_tokens, 2 * HEAD_ROWS) if b == VALUE_BYTES["float32"] else HEAD_ROWS
+    return (max(num_rows, HEAD_ROWS) * b + 2 * 4 * HEAD_CHUNK) * shape.vocabulary
 
 
 def weight_bytes(shape: ModelShape, *, tensor_parallel: int, value_bytes: int = 2) -> float:

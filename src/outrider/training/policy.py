@@ -979,6 +979,10 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # cuDNN prepares a program for every pair of lengths, and rollouts have new ones at every turn
         torch.backends.cuda.enable_cudnn_sdp(False)
+    # oneDNN and torch each keep 1,024 programs of 0.3 MB, one per product and number of rows; few numbers of
+    # rows are used twice in training
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(variable, "128")
     torch.set_num_threads(num_threads)
     torch.use_deterministic_algorithms(True, warn_only=device != "cpu")
     # a debugging aid that writes every new tensor twice
