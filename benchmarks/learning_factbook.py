@@ -4,6 +4,7 @@ Each method and seed has a run directory in the output folder. Finished runs are
 resumed, and changed settings are refused. ``outrider compare`` reads the same folders.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from benchmarks.learning_methods import IMITATION, REFERENCE, Method, factbook_m
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import Comparison, compare
+from outrider.files import replace_file
+from outrider.plugins.imports import ORIGINS_FILE
 from outrider.training.settings import RunSettings
 from outrider.types import Json
 from outrider.viewer.run_reader import read_run
@@ -209,6 +212,9 @@ def write_recipe(plan: Plan, method: Method) -> Path:
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     temporary.write_text(to_toml(tree) + "\n", encoding="utf-8")
     os.replace(temporary, path)  # another process may be reading it for another seed
+    # The recipe may name classes from modules in its own folder, and the copy is in another one.
+    origins = {"recipe": {"folder": str(plan.recipe.absolute().parent)}}
+    replace_file(path.parent / ORIGINS_FILE, json.dumps(origins).encode())
     return path
 
 

@@ -26,6 +26,7 @@ from outrider.algorithms.retrieval import scheduled_probability
 from outrider.config import load_settings, to_toml
 from outrider.errors import ConfigError, OutriderError
 from outrider.metrics import MetricsWriter
+from outrider.plugins import imports
 from outrider.training.settings import RunSettings
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "factbook-two-hops.toml"
@@ -142,6 +143,15 @@ def test_all_methods_share_the_objective_of_the_recipe(plan: Plan) -> None:
     assert settings["dr-grpo"].advantage == "group_centered" and settings["dr-grpo"].max_length == 512
     assert (settings["dapo-loss"].loss.clip_low, settings["dapo-loss"].loss.clip_high) == (0.2, 0.28)
     assert settings["rapo"] == load_settings(RunSettings, file=RECIPE).algorithm
+
+
+def test_a_written_recipe_finds_the_modules_beside_the_recipe(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_recipe(plan, plan.methods()[0])
+    monkeypatch.setattr(imports, "_folders", [])  # of a new process
+    load_settings(RunSettings, file=path)
+    assert imports.search_folders() == (path.parent, RECIPE.parent)
 
 
 def test_empo2_for_small_models_is_the_preset(plan: Plan) -> None:
@@ -296,7 +306,7 @@ def test_a_recipe_is_written_atomically(tmp_path: Path) -> None:
         while not writing.done():
             assert path.read_text() == text
         writing.result()
-    assert list(path.parent.iterdir()) == [path]
+    assert {file.name for file in path.parent.iterdir()} == {path.name, imports.ORIGINS_FILE}
 
 
 def test_jobs_have_the_same_runs_in_the_same_order(plan: Plan) -> None:

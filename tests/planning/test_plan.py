@@ -293,6 +293,14 @@ def test_frozen_weights_in_4_bit_are_counted(family: str, targets: tuple[str, ..
     assert counted < 0.5 * rank_bytes(shape, replace(training, is_4bit=False))["frozen weights"]
 
 
+def test_a_4_bit_base_is_loaded_as_a_whole_before_it_is_packed() -> None:
+    shape = find_shape("Qwen/Qwen3-4B")
+    few = Training(max_tokens=16, lora_rank=16, lora_targets=LoraSettings().target_modules, is_4bit=True)
+    assert sum(rank_bytes(shape, few).values()) == pytest.approx(2 * shape.num_parameters)
+    many = replace(few, max_tokens=65_536)
+    assert rank_bytes(shape, many)["weights before 4 bit"] == 0
+
+
 @given(st.sampled_from(sorted(known_models())), st.integers(1, 8), st.booleans())
 def test_fewer_trained_layers_never_need_more_memory(name: str, ranks: int, checkpointed: bool) -> None:
     shape = find_shape_of(name)

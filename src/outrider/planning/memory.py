@@ -105,7 +105,7 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
     masters, moments, gradients = training.optimizer_bytes
     is_offloaded = training.optimizer_states == "cpu"
-    return {
+    rank = {
         # frozen weights: in the working precision or in 4 bit in one process, in float32 shards on ranks
         "frozen weights": (b if alone else MASTER) * (frozen - packed) + NF4_BYTES * packed,
         "masters": masters * trained,
@@ -124,6 +124,9 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
             layer_bytes(shape, training) + b * largest, head_bytes(shape, training) + head_gradient
         ),
     }
+    # the model is loaded in the working precision, and its layers are then packed one by one
+    loading = b * shape.num_parameters if packed else 0.0
+    return {**rank, "weights before 4 bit": max(0.0, loading - sum(rank.values()))}
 
 
 def gathered_bytes(shape: ModelShape, training: Training) -> float:
