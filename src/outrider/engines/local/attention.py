@@ -95,18 +95,22 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-class _CpuAttention(torch.autograd.Function):
-    """Saves only queries, keys and values; the backward pass recomputes P = softmax(QK').
-
-    Products are rounded to the precision of the queries (in bfloat16 also QK', for which the fused forward
-    pass uses float32); softmax and everything between the products are computed in float32 or better.
-    """
+class _RecomputedAttention(torch.autograd.Function):
+    """Saves only queries, keys and values."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
         return _fused(query, key, value, scale)
+
+
+class _CpuAttention(_RecomputedAttention):
+    """The backward pass recomputes P = softmax(QK').
+
+    Products are rounded to the precision of the queries (in bfloat16 also QK', for which the fused forward
+    pass uses float32); softmax and everything between the products are computed in float32 or better.
+    """
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,18 +139,12 @@ class _CpuAttention(torch.autograd.Function):
         return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
 
 
-class _RepeatableAttention(torch.autograd.Function):
+class _RepeatableAttention(_RecomputedAttention):
     """The fused backward passes of a GPU add in a fixed order only in torch's strict deterministic mode. A
     run's mode warns instead of failing, because not every operation has a deterministic form, so the strict
     mode is for the backward pass of attention, before which attention is computed again. Without a
     deterministic mode nothing is strict.
     """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.scale = scale
-        return _fused(query, key, value, scale)
 
     @staticmethod
     @once_differentiable
