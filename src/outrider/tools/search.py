@@ -1,6 +1,7 @@
 """The plug-in ``search``: BM25 search over a local corpus; deterministic, offline, thread-safe."""
 
 import hashlib
+import importlib
 import json
 import re
 import sys
@@ -278,15 +279,16 @@ def import_bm25s() -> ModuleType:
     and the index does not use it.
     """
     with _IMPORT_LOCK:  # rollouts call tools in threads
-        modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
-        hidden = {"jax": modules["jax"]} if "jax" in modules else {}
-        modules["jax"] = None  # importing it raises ImportError
-        try:
-            import bm25s  # noqa: F401
-        finally:
-            del modules["jax"]
-            modules.update(hidden)
-    return sys.modules["bm25s"]
+        if "bm25s" not in sys.modules:
+            modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment]
+            hidden = {"jax": modules["jax"]} if "jax" in modules else {}
+            modules["jax"] = None  # importing it raises ImportError
+            try:
+                importlib.import_module("bm25s")
+            finally:
+                del modules["jax"]
+                modules.update(hidden)
+    return importlib.import_module("bm25s")  # waits for a thread that imports it without this function
 
 
 def _build(passages: Sequence[Passage], title_weight: int) -> "bm25s.BM25":
