@@ -5,6 +5,7 @@ modules.
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -252,13 +253,14 @@ def test_attention_s_gradient_in_bfloat16_against_a_float64_reference(num_before
 @given(
     rows=st.integers(1, 3), num_new=st.integers(1, 12), num_before=st.integers(0, 9),
     kv_heads=st.integers(1, 3), repeats=st.integers(1, 3), seed=st.integers(0, 2**32 - 1),
-    way=st.sampled_from(["fused", "products", "lower right", "repeatable"]),
+    way=st.sampled_from(["fused", "products", "lower right", "repeatable", "products forward"]),
 )  # fmt: skip
 def test_attention_and_its_gradients_equal_a_written_out_softmax(
     rows: int, num_new: int, num_before: int, kv_heads: int, repeats: int, seed: int, way: str
 ) -> None:
     """The backward passes: the fused kernel's, that of bfloat16, here in blocks of five queries, and a GPU's,
-    which computes the attention again; and a GPU's mask.
+    which computes the attention again; a GPU's mask; and the forward pass of bfloat16, here with blocks of
+    two queries or more.
     """
     torch.manual_seed(seed)
     shapes = ((rows, kv_heads * repeats, num_new, 4), *[(rows, kv_heads, num_before + num_new, 4)] * 2)
@@ -274,14 +276,68 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
             "fused": segment_attention.causal_attention,
             "lower right": segment_attention._lower_right,
             "repeatable": segment_attention._RepeatableAttention.apply,
+            "products forward": segment_attention._products,
         }[way]
-        output = attend(*ours, 0.3)
+        with (
+            patch.object(segment_attention, "_NUM_SCORES", 20),
+            patch.object(segment_attention, "_FEW_QUERIES", 2),
+        ):
+            output = attend(*ours, 0.3)
         output.backward(outer)
     wanted = written_out(*plain, 0.3)
     torch.testing.assert_close(output, wanted, rtol=1e-10, atol=1e-10)
     (wanted * outer).sum().backward()
     for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_scores", [1, 100, 10_000])
+def test_a_decoding_step_with_plain_products_equals_a_written_out_softmax(
+    num_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows of different lengths, each alone, two at a time, and all at once."""
+    monkeypatch.setattr(segment_attention, "_NUM_SCORES", num_scores)
+    monkeypatch.setattr(segment_attention, "prefers_products", lambda query: True)
+    generator = torch.Generator().manual_seed(0)
+    lengths = [4, 0, 7, 2, 6]
+    cache = segment_attention.SlotCache(dtype=torch.float64, device=torch.device("cpu"))
+    cache.reserve(len(lengths), 8)
+    query, key, value = (
+        torch.randn(5, heads, 1, 4, dtype=torch.float64, generator=generator) for heads in (6, 2, 2)
+    )
+    module: Any = SimpleNamespace(layer_idx=0)
+    for stored in cache.layer(0, key):
+        stored.copy_(torch.randn(stored.shape, dtype=torch.float64, generator=generator))
+    plan = segment_attention.DecodePlan(
+        cache=cache,
+        lengths_B=torch.tensor(lengths),
+        mask_B11T=segment_attention.decode_mask(torch.tensor(lengths), 8, dtype=torch.float64),
+        rows_B=torch.arange(5),
+    )
+    output = plan.attend(module, query, key, value, 0.3)
+    keys, values = cache.layer(0, key)
+    for row, length in enumerate(lengths):
+        seen = (row, slice(None), slice(length + 1))
+        wanted = written_out(query[row][None], keys[seen][None], values[seen][None], 0.3)
+        torch.testing.assert_close(output[row][None], wanted.transpose(1, 2), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_before", [0, 70])
+def test_attention_in_bfloat16_is_one_result_with_either_kernel(
+    num_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 1 % of a float64 reference in the norm."""
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(shape).bfloat16() for shape in ((1, 6, 200, 16), *[(1, 2, num_before + 200, 16)] * 2)
+    ]
+    wanted = written_out(*(tensor.double() for tensor in tensors), 0.25)
+    outputs = []
+    for is_fast in (True, False):
+        monkeypatch.setattr(segment_attention, "_has_bfloat16_vectors", lambda is_fast=is_fast: is_fast)
+        outputs.append(segment_attention.causal_attention(*tensors, 0.25))
+        assert (outputs[-1].double() - wanted).norm() < 0.01 * wanted.norm()
+    assert not torch.equal(*outputs)
 
 
 def test_a_gpu_s_backward_pass_is_in_the_strict_deterministic_mode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.engines.local import cpu_kernels as onednn
-from outrider.engines.local.processor import read_processor
+from outrider.engines.local.processor import Processor, read_processor
 
 ROOT = Path(__file__).parents[2]
 X86 = """processor\t: 0
@@ -74,6 +74,8 @@ def test_reading_the_processor(tmp_path: Path) -> None:
     assert arm.model.endswith("CPU implementer 0x41, CPU part 0xd40")
     assert unknown.instruction_sets == frozenset() and unknown.model
     assert xeon.multiplies_bfloat16 and not arm.multiplies_bfloat16 and not unknown.multiplies_bfloat16
+    zen = Processor(model="", instruction_sets=frozenset({"avx512_bf16"}), vendor="AuthenticAMD", family=25)
+    assert zen.has_bfloat16_vectors and not xeon.has_bfloat16_vectors and not arm.has_bfloat16_vectors
 
 
 def test_private_operators_are_called_in_one_place_only() -> None:

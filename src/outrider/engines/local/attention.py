@@ -11,6 +11,7 @@ cache positions, H query heads, K key-value heads, G query heads per key-value h
 
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from outrider.engines.local.processor import read_processor
 from outrider.errors import ModelError
 
 IMPLEMENTATION = "outrider"
@@ -44,6 +46,9 @@ layer (head size, window, scale). torch's own limit is 8, after which it silentl
 formula with all scores in memory.
 """
 _QUERY_BLOCK = 128  # a block's scores over a thousand keys take about a megabyte
+_NUM_SCORES = 2**18  # of a block: a megabyte in float32; larger temporaries are new pages in every call
+_FEW_QUERIES = 16
+_KEY_BLOCK = 1024  # up to so many terms, oneDNN adds in the same order, however many zeros follow
 _MASK_ALIGNMENT = 8
 _LIMITS: Final[Mapping[str, Any]] = {
     "recompile_limit": PROGRAMS,
@@ -55,9 +60,9 @@ _LIMITS: Final[Mapping[str, Any]] = {
 def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
     """Causal attention [B, H, N, D] in which the queries are the last N of the T keys.
 
-    In bfloat16 on a CPU the backward pass of the fused kernel does not use the instructions for bfloat16. So
-    the backward pass recomputes the probabilities with plain products. In float32 the fused backward pass is
-    faster (benchmarks/update_profile.py prints both).
+    In bfloat16 on a CPU, plain products replace the fused kernel, which makes little use of the instructions
+    for bfloat16: in the backward pass, and on processors without a matrix unit in the forward pass too. In
+    float32 the fused kernel is faster (benchmarks/update_profile.py prints both).
     """
     tensors = query_BHND, key_BKTD, value_BKTD
     is_gpu = query_BHND.device.type != "cpu"
@@ -70,7 +75,73 @@ def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     return _fused(*tensors, scale)
 
 
+@cache
+def _has_bfloat16_vectors() -> bool:
+    # the variable may exclude the instructions; oneDNN then computes such products without them, slowly
+    return read_processor().has_bfloat16_vectors and "ONEDNN_MAX_CPU_ISA" not in os.environ
+
+
+def prefers_products(tensor: Tensor) -> bool:
+    """Whether attention over such tensors is computed with plain products instead of the fused kernel."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and _has_bfloat16_vectors()
+
+
+def _products(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
+    """Causal attention with plain products, for several rows or a part of a row at a time.
+
+    In bfloat16, :class:`DecodePlan` and the update have the same bits, because oneDNN adds the terms of a
+    product in an order that does not depend on the number of rows.
+    """
+    batch, heads, num_new, size = query_BHND.shape
+    key_heads, num_seen = key_BKTD.shape[1:3]
+    # tokens first, because callers take them so
+    output = query_BHND.new_empty((batch, num_new, heads, size)).transpose(1, 2)
+    num_rows = max(1, _NUM_SCORES // (heads * num_new * num_seen))
+    num_queries = max(_FEW_QUERIES, _NUM_SCORES // (heads * num_seen))
+    for first, start in product(range(0, batch, num_rows), range(0, num_new, num_queries)):
+        rows, block = slice(first, first + num_rows), slice(start, min(start + num_queries, num_new))
+        num, seen = block.stop - start, num_seen - num_new + block.stop
+        key, value = key_BKTD[rows, :, :seen], value_BKTD[rows, :, :seen]
+        # the query heads of a key-value head are consecutive rows
+        query = query_BHND[rows, :, block].reshape(len(key), key_heads, -1, size)
+        scores = _scores(query, key, scale).reshape(len(key), heads, num, seen)
+        # only keys of the block itself can come after one of its queries
+        scores[..., seen - num :].masked_fill_(_hidden(num, scores.device), float("-inf"))
+        probs = scores.softmax(dim=-1).to(query.dtype).view(*query.shape[:3], seen)
+        output[rows, :, block] = _mixed(probs, value).view(len(key), heads, num, size)
+    return output
+
+
+def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Return [..., N, T] in float32 or better; the product is rounded to the precision of the queries."""
+    # oneDNN is up to four times as fast if few queries are the columns of the product
+    is_few = query.shape[-2] <= _FEW_QUERIES
+    product_NT = (key @ query.mT).mT if is_few else query @ key.mT
+    return product_NT.to(torch.promote_types(query.dtype, torch.float32)).mul_(scale)
+
+
+def _mixed(probs: Tensor, value: Tensor) -> Tensor:
+    """Return ``probs`` [..., N, T] @ ``value`` [..., T, D] with the same bits for every number of unseen keys
+    after those of a query.
+    """
+    if probs.shape[-1] <= _KEY_BLOCK:
+        return probs @ value
+    blocks = zip(probs.split(_KEY_BLOCK, dim=-1), value.split(_KEY_BLOCK, dim=-2), strict=True)
+    parts: list[Tensor] = [p @ v for p, v in blocks]
+    mixed = parts[0]
+    for part in parts[1:]:
+        mixed = mixed + part
+    return mixed
+
+
+def _hidden(num: int, device: torch.device) -> Tensor:
+    """Return [N, N]: whether a key comes after a query."""
+    return torch.ones(num, num, dtype=torch.bool, device=device).triu(1)
+
+
 def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if prefers_products(query):
+        return _products(query, key, value, scale)
     num_new, num_seen = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
     if num_new == num_seen:
@@ -183,7 +254,7 @@ def _block_gradients(
     num_own = len(query) // repeats
     scores = (query @ key.t()).to(exact).mul_(scale)
     # only keys of the block itself can come after one of its queries
-    hidden = torch.ones(num_own, num_own, dtype=torch.bool, device=query.device).triu(1)
+    hidden = _hidden(num_own, query.device)
     scores.view(repeats, num_own, -1)[:, :, len(key) - num_own :].masked_fill_(hidden, float("-inf"))
     probs = torch.softmax(scores, dim=-1)
     grad_scores = (gradient @ value.t()).to(exact).mul_(probs)
@@ -388,13 +459,20 @@ class DecodePlan:
         num_seen = self.mask_B11T.shape[3]
         # The heads of a group become queries of one head, so that keys and values are read once per group.
         query = query_BH1D.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
-        output = scaled_dot_product_attention(
-            query,
-            keys[:batch, :, :num_seen],
-            values[:batch, :, :num_seen],
-            attn_mask=self.mask_B11T,
-            scale=scale,
-        )
+        seen_keys, seen_values = keys[:batch, :, :num_seen], values[:batch, :, :num_seen]
+        if prefers_products(query):
+            num_rows = max(1, _NUM_SCORES // (heads * num_seen))
+            tensors = query, seen_keys, seen_values, self.mask_B11T
+            output = torch.cat(
+                [
+                    _mixed(_scores(rows, key, scale).add_(mask).softmax(dim=-1).to(rows.dtype), value)
+                    for rows, key, value, mask in zip(*(one.split(num_rows) for one in tensors), strict=True)
+                ]
+            )
+        else:
+            output = scaled_dot_product_attention(
+                query, seen_keys, seen_values, attn_mask=self.mask_B11T, scale=scale
+            )
         return output.reshape(batch, heads, 1, size).transpose(1, 2)
 
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from outrider.engines.local.attention import IMPLEMENTATION, Plan
+from outrider.engines.local.attention import IMPLEMENTATION, Plan, prefers_products
 from outrider.engines.local.processor import read_processor
 
 ATTENTIONS = ("LlamaAttention", "Qwen2Attention", "Qwen3Attention")
@@ -69,15 +69,30 @@ def prefers_onednn() -> bool:
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``rows`` [..., in] @ ``weight`` [out, in] transposed, plus ``bias``; differentiable once."""
     if not is_for_onednn(weight):
-        return nn.functional.linear(rows, weight, bias)
+        return _at_least_two_rows(partial(nn.functional.linear, weight=weight, bias=bias), rows)
     output: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
     return output
+
+
+def _at_least_two_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """Return ``product(rows)``; a single row of bfloat16 is computed twice.
+
+    oneDNN adds the terms of a single row in another order than those of several, so a token would have other
+    bits alone than in a batch and in the update.
+    """
+    if rows.numel() != rows.shape[-1] or not prefers_products(rows):
+        return product(rows)
+    output = product(rows.reshape(1, -1).repeat(2, 1))[:1]
+    return output.view(*rows.shape[:-1], output.shape[-1])
 
 
 def linear_into(output_NO: Tensor, rows_NI: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Write :func:`linear` to given memory, without gradient."""
     if not is_for_onednn(weight):
-        torch.mm(rows_NI, weight.t(), out=output_NO)
+        if len(rows_NI) > 1:
+            torch.mm(rows_NI, weight.t(), out=output_NO)
+        else:
+            output_NO.copy_(_at_least_two_rows(partial(torch.mm, mat2=weight.t()), rows_NI))
         return output_NO if bias is None else output_NO.add_(bias)
     for part in _slices(len(weight)):
         output_NO[:, part] = _product(rows_NI, weight[part], None if bias is None else bias[part])
@@ -185,8 +200,12 @@ def pack(weight: Tensor) -> Tensor:
 
 def packed_linear(rows: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """Return [..., out] for ``rows`` [..., in] and a weight from :func:`pack`."""
-    output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
-    return output
+
+    def product(rows: Tensor) -> Tensor:
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+        return output
+
+    return _at_least_two_rows(product, rows)
 
 
 @cache
@@ -259,12 +278,12 @@ def _forward_packed(module: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas, and of large
-    linear layers where another library multiplies faster.
+    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas, and of linear
+    layers where :func:`linear` differs from torch's.
     """
     for module in model.modules():
         kind = type(module).__name__
-        if type(module) is nn.Linear and "forward" not in vars(module) and prefers_onednn():
+        if type(module) is nn.Linear and "forward" not in vars(module) and _replaces(module.weight):
             module.forward = _ForwardLinear(module)  # type: ignore[method-assign]
         if kind in NORMS:
             module.forward = MethodType(_norm, module)
@@ -272,6 +291,11 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_gated_mlp, module)
         elif kind in ATTENTIONS:
             module.forward = MethodType(_attention, module)
+
+
+def _replaces(weight: Tensor) -> bool:
+    """Whether :func:`linear` differs from torch's."""
+    return prefers_onednn() or prefers_products(weight)
 
 
 def _attention(

@@ -29,6 +29,14 @@ class Processor:
         return "amx_bf16" in self.instruction_sets or (is_amd and "avx512_bf16" in self.instruction_sets)
 
     @property
+    def has_bfloat16_vectors(self) -> bool:
+        """Whether it multiplies bfloat16 fast and without a matrix unit (Zen 4 and 5). There, torch's fused
+        attention is slow, and products of oneDNN add in an order that is the same for two rows and more
+        (measured on Zen 5).
+        """
+        return self.multiplies_bfloat16 and "amx_bf16" not in self.instruction_sets
+
+    @property
     def lacks_blas(self) -> bool:
         """Whether MKL, torch's BLAS, is slow here: it runs AVX2 kernels on AMD processors. Half the rate of
         oneDNN from Zen 5 (family 26) on, whose units are as wide as AVX-512.
