@@ -4,17 +4,19 @@ run.
     python benchmarks/speed.py [--model NAME] [--repeats 5] [--precision auto] [--device cpu]
         [--vllm .venv-vllm/bin/python [--compiled]]
 
-The sides alternate, so that a slow minute of the machine affects all of them. Prints medians of new tokens
-per second with their ratio to plain ``generate``, of trained tokens per second with their ratio to the padded
-computation, and the log-prob mismatches.
+The sides alternate, so that a slow minute of the machine affects all of them. Prints the limit of the
+machine, medians of new tokens per second with their ratio to plain ``generate``, of trained tokens per second
+with their ratio to the padded computation, and the log-prob mismatches.
 """
 
 import argparse
+import json
 import os
 import resource
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -27,7 +29,16 @@ from speed_sides import WORKLOADS, Outrider, Plain, Vllm, play
 from speed_update import UPDATES, packed, padded
 from transformers import AutoModelForCausalLM
 
-from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
+from outrider.engines.local.model import (
+    LanguageModel,
+    copy_rate,
+    load_model,
+    product_rate,
+    resolve_model,
+    resolve_precision,
+)
+from outrider.planning.memory import token_bytes, weight_bytes
+from outrider.planning.shape import shape_from_config
 from outrider.training.policy import Policy, set_threads
 from outrider.training.settings import OptimizerSettings
 
@@ -63,7 +74,10 @@ def main() -> None:
         help="the gap of the sampling rule before (benchmarks/sampling.py)",
     )
     parser.add_argument(
-        "--only", choices=("generation", "update", "gap"), nargs="+", default=["generation", "update", "gap"]
+        "--only",
+        choices=("limit", "generation", "update", "gap"),
+        nargs="+",
+        default=["limit", "generation", "update", "gap"],
     )
     arguments = parser.parse_args()
     set_threads(arguments.threads, device=arguments.device)
@@ -74,6 +88,8 @@ def main() -> None:
     )
     ours = load_model(arguments.model, precision=precision, device=arguments.device)
     folder = resolve_model(arguments.model)
+    if "limit" in arguments.only and arguments.device == "cpu":
+        limits(folder, precision, arguments)
     if "generation" in arguments.only:
         generation(title, ours, folder, precision, arguments)
     if "update" in arguments.only:
@@ -116,6 +132,33 @@ def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> 
                 ),
                 flush=True,
             )
+
+
+def limits(folder: str, precision: str, arguments: argparse.Namespace) -> None:
+    """Print the rate of each workload if it consisted of the matrix products of the layers only, at the rates
+    that are measured here: every token once, and in each decoding step the bytes of all weights, keys and
+    values.
+    """
+    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    shape, dtype = shape_from_config(config, name=arguments.model), getattr(torch, precision)
+    layers = 2 * shape.num_layers * shape.layer_parameters
+    bandwidth, many = 1e9 * copy_rate(), 1e12 * product_rate(2048, dtype)
+    size = {"tensor_parallel": 1, "value_bytes": dtype.itemsize}
+    for name, workload in WORKLOADS.items():
+        rows = workload.num_prompts * workload.samples
+        # the last token of a turn is computed with the next turn
+        prefilled = workload.num_prompts * workload.prompt + rows * (workload.turns - 1) * (
+            workload.observed + 1
+        )
+        context = workload.prompt + workload.turns * (workload.new + workload.observed) // 2
+        operations = rows * (layers + 2 * shape.embedding_parameters)
+        read = weight_bytes(shape, **size) + rows * context * token_bytes(shape, **size)
+        step = max(operations / (1e12 * product_rate(rows, dtype)), read / bandwidth)
+        seconds = prefilled * layers / many + workload.turns * workload.new * step
+        rate = rows * workload.turns * workload.new / seconds
+        print(
+            f"{name}: at most {rate:.0f} new tokens/s ({precision}, products of the layers alone)", flush=True
+        )
 
 
 def plain_model(folder: str, dtype: torch.dtype, device: str) -> AutoModelForCausalLM:

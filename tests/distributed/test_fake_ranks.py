@@ -99,7 +99,7 @@ def test_the_plan_is_a_close_upper_bound_of_a_rank_s_peak(
 ) -> None:
     # the GPU's block of logits, and its attention, which stores no scores
     monkeypatch.setattr(policies, "_CPU_CHUNK", policies._CHUNK)
-    monkeypatch.setattr(attention, "causal_attention", attention._fused)
+    monkeypatch.setattr(attention, "causal_attention", attention._attend)
     shape = replace(find_shape("Qwen/Qwen2.5-7B-Instruct"), num_layers=num_layers)
     lora = None if lora_rank is None else LoraSettings(rank=lora_rank)
     folder = save_config(shape, tmp_path)

@@ -74,8 +74,12 @@ def test_reading_the_processor(tmp_path: Path) -> None:
     assert arm.model.endswith("CPU implementer 0x41, CPU part 0xd40")
     assert unknown.instruction_sets == frozenset() and unknown.model
     assert xeon.multiplies_bfloat16 and not arm.multiplies_bfloat16 and not unknown.multiplies_bfloat16
-    zen = Processor(model="", instruction_sets=frozenset({"avx512_bf16"}), vendor="AuthenticAMD", family=25)
-    assert zen.has_bfloat16_vectors and not xeon.has_bfloat16_vectors and not arm.has_bfloat16_vectors
+    for family in (25, 26):
+        zen = Processor(
+            model="", instruction_sets=frozenset({"avx512_bf16"}), vendor="AuthenticAMD", family=family
+        )
+        assert zen.prefers_bfloat16_products == (family == 26)
+    assert not xeon.prefers_bfloat16_products and not arm.prefers_bfloat16_products
 
 
 def test_private_operators_are_called_in_one_place_only() -> None:

@@ -45,10 +45,14 @@ PROGRAMS: Final = 256
 layer (head size, window, scale). torch's own limit is 8, after which it silently falls back to the plain
 formula with all scores in memory.
 """
-_QUERY_BLOCK = 128  # a block's scores over a thousand keys take about a megabyte
-_NUM_SCORES = 2**18  # of a block: a megabyte in float32; larger temporaries are new pages in every call
-_FEW_QUERIES = 16
-_KEY_BLOCK = 1024  # up to so many terms, oneDNN adds in the same order, however many zeros follow
+# Of plain products. oneDNN generates a program for every shape and keeps a limited number (set_threads of
+# training/policy.py), so queries and keys are padded to whole steps.
+_QUERY_BLOCK = 64  # queries of a block, whose scores the cache has space for
+_QUERY_STEP = 32
+_KEY_STEP = 128
+_KEY_BLOCK = 1024  # terms that oneDNN adds in the same order, however many zeros follow
+_NUM_SCORES = 2**18  # of several rows, a megabyte in float32
+_FEW_QUERIES = 16  # rows of a product that is faster transposed
 _MASK_ALIGNMENT = 8
 _LIMITS: Final[Mapping[str, Any]] = {
     "recompile_limit": PROGRAMS,
@@ -61,8 +65,8 @@ def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
     """Causal attention [B, H, N, D] in which the queries are the last N of the T keys.
 
     In bfloat16 on a CPU, plain products replace the fused kernel, which makes little use of the instructions
-    for bfloat16: in the backward pass, and on processors without a matrix unit in the forward pass too. In
-    float32 the fused kernel is faster (benchmarks/update_profile.py prints both).
+    for bfloat16: in the backward pass, and on some processors in the forward pass too. In float32 the fused
+    kernel is faster (benchmarks/update_profile.py prints both).
     """
     tensors = query_BHND, key_BKTD, value_BKTD
     is_gpu = query_BHND.device.type != "cpu"
@@ -72,18 +76,22 @@ def causal_attention(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, s
         kind = _RepeatableAttention if is_gpu else _CpuAttention
         output: Tensor = kind.apply(*tensors, scale)  # type: ignore[no-untyped-call]
         return output
-    return _fused(*tensors, scale)
+    return _attend(*tensors, scale)
 
 
 @cache
-def _has_bfloat16_vectors() -> bool:
-    # the variable may exclude the instructions; oneDNN then computes such products without them, slowly
-    return read_processor().has_bfloat16_vectors and "ONEDNN_MAX_CPU_ISA" not in os.environ
+def _has_fast_products() -> bool:
+    # oneDNN reads these variables; without the instructions it computes such products slowly
+    limits = {os.environ.get(f"{name}_MAX_CPU_ISA", "").upper() for name in ("ONEDNN", "DNNL")}
+    is_limited = any("BF16" not in limit for limit in limits - {"", "ALL", "DEFAULT"})
+    return (
+        read_processor().prefers_bfloat16_products and torch.backends.mkldnn.is_available() and not is_limited
+    )
 
 
-def prefers_products(tensor: Tensor) -> bool:
-    """Whether attention over such tensors is computed with plain products instead of the fused kernel."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16 and _has_bfloat16_vectors()
+def prefers_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention is computed with plain products instead of torch's fused kernel."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and _has_fast_products()
 
 
 def _products(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: float) -> Tensor:
@@ -93,54 +101,69 @@ def _products(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: f
     product in an order that does not depend on the number of rows.
     """
     batch, heads, num_new, size = query_BHND.shape
-    key_heads, num_seen = key_BKTD.shape[1:3]
+    key_heads, first_own = key_BKTD.shape[1], key_BKTD.shape[2] - num_new
+    queries, keys, values = _padded(query_BHND, _QUERY_STEP), *map(_padded_keys, (key_BKTD, value_BKTD))
     # tokens first, because callers take them so
-    output = query_BHND.new_empty((batch, num_new, heads, size)).transpose(1, 2)
-    num_rows = max(1, _NUM_SCORES // (heads * num_new * num_seen))
-    num_queries = max(_FEW_QUERIES, _NUM_SCORES // (heads * num_seen))
-    for first, start in product(range(0, batch, num_rows), range(0, num_new, num_queries)):
-        rows, block = slice(first, first + num_rows), slice(start, min(start + num_queries, num_new))
-        num, seen = block.stop - start, num_seen - num_new + block.stop
-        key, value = key_BKTD[rows, :, :seen], value_BKTD[rows, :, :seen]
+    output = queries.new_empty((batch, queries.shape[2], heads, size)).transpose(1, 2)
+    num_rows = max(1, _NUM_SCORES // (heads * min(queries.shape[2], _QUERY_BLOCK) * keys.shape[2]))
+    for first, start in product(range(0, batch, num_rows), range(0, num_new, _QUERY_BLOCK)):
+        rows, block = (
+            slice(first, first + num_rows),
+            slice(start, min(start + _QUERY_BLOCK, queries.shape[2])),
+        )
+        num, seen = block.stop - start, min(num_keys(first_own + block.stop), keys.shape[2])
         # the query heads of a key-value head are consecutive rows
-        query = query_BHND[rows, :, block].reshape(len(key), key_heads, -1, size)
-        scores = _scores(query, key, scale).reshape(len(key), heads, num, seen)
-        # only keys of the block itself can come after one of its queries
-        scores[..., seen - num :].masked_fill_(_hidden(num, scores.device), float("-inf"))
+        query = queries[rows, :, block].reshape(-1, key_heads, heads // key_heads * num, size)
+        scores = _scores(query, keys[rows, :, :seen], scale).reshape(len(query), heads, num, seen)
+        _hide_later_keys(scores, first_own + start)
         probs = scores.softmax(dim=-1).to(query.dtype).view(*query.shape[:3], seen)
-        output[rows, :, block] = _mixed(probs, value).view(len(key), heads, num, size)
-    return output
+        output[rows, :, block] = _mixed(probs, values[rows, :, :seen]).view(len(query), heads, num, size)
+    return output[:, :, :num_new]
+
+
+def num_keys(num_seen: int) -> int:
+    """Return how many keys plain products compute for ``num_seen``."""
+    step = _KEY_STEP if num_seen <= _KEY_BLOCK else 4 * _KEY_STEP
+    return -(-num_seen // step) * step
+
+
+def _padded(tensor: Tensor, step: int) -> Tensor:
+    """Append zeros to the tokens [..., N, D] up to a multiple of ``step``."""
+    return pad(tensor, (0, 0, 0, -tensor.shape[-2] % step))
+
+
+def _padded_keys(tensor: Tensor) -> Tensor:
+    return _padded(tensor, num_keys(tensor.shape[-2]))
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Return [..., N, T] in float32 or better; the product is rounded to the precision of the queries."""
-    # oneDNN is up to four times as fast if few queries are the columns of the product
     is_few = query.shape[-2] <= _FEW_QUERIES
     product_NT = (key @ query.mT).mT if is_few else query @ key.mT
     return product_NT.to(torch.promote_types(query.dtype, torch.float32)).mul_(scale)
+
+
+def _hide_later_keys(scores: Tensor, position: int) -> None:
+    """Set the scores [..., N, T] of keys after their query, the first at ``position``, to minus infinity."""
+    own = scores[..., position:]
+    is_later = torch.ones(own.shape[-2:], dtype=torch.bool, device=own.device).triu(1)
+    own.masked_fill_(is_later, float("-inf"))
 
 
 def _mixed(probs: Tensor, value: Tensor) -> Tensor:
     """Return ``probs`` [..., N, T] @ ``value`` [..., T, D] with the same bits for every number of unseen keys
     after those of a query.
     """
-    if probs.shape[-1] <= _KEY_BLOCK:
-        return probs @ value
     blocks = zip(probs.split(_KEY_BLOCK, dim=-1), value.split(_KEY_BLOCK, dim=-2), strict=True)
     parts: list[Tensor] = [p @ v for p, v in blocks]
-    mixed = parts[0]
-    for part in parts[1:]:
-        mixed = mixed + part
-    return mixed
+    if len(parts) == 1:
+        return parts[0]
+    exact = torch.promote_types(probs.dtype, torch.float32)
+    return torch.stack([part.to(exact) for part in parts]).sum(dim=0).to(probs.dtype)
 
 
-def _hidden(num: int, device: torch.device) -> Tensor:
-    """Return [N, N]: whether a key comes after a query."""
-    return torch.ones(num, num, dtype=torch.bool, device=device).triu(1)
-
-
-def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    if prefers_products(query):
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    if prefers_products(query.device, query.dtype):
         return _products(query, key, value, scale)
     num_new, num_seen = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
@@ -173,14 +196,14 @@ class _RecomputedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
-        return _fused(query, key, value, scale)
+        return _attend(query, key, value, scale)
 
 
 class _CpuAttention(_RecomputedAttention):
     """The backward pass recomputes P = softmax(QK').
 
-    Products are rounded to the precision of the queries (in bfloat16 also QK', for which the fused forward
-    pass uses float32); softmax and everything between the products are computed in float32 or better.
+    Products are rounded to the precision of the queries (in bfloat16 also QK', for which torch's fused kernel
+    uses float32); softmax and everything between the products are computed in float32 or better.
     """
 
     @staticmethod
@@ -189,25 +212,28 @@ class _CpuAttention(_RecomputedAttention):
         query_BHND, key_BKTD, value_BKTD = ctx.saved_tensors
         num_new, num_seen, size = query_BHND.shape[2], key_BKTD.shape[2], query_BHND.shape[3]
         repeats = query_BHND.shape[1] // key_BKTD.shape[1]
+        # padding has no gradient: its rows of the output's gradient are zeros, and no query sees its keys
+        queries, outputs = (_padded(tensor, _QUERY_STEP) for tensor in (query_BHND, gradient))
+        keys, values = map(_padded_keys, (key_BKTD, value_BKTD))
         exact = torch.promote_types(query_BHND.dtype, torch.float32)
-        grad_query = torch.empty_like(query_BHND)
+        grad_query = torch.empty_like(queries)
         # sums over query blocks, in which bfloat16 would lose small terms
-        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (key_BKTD, value_BKTD))
-        for row, head in product(range(len(key_BKTD)), range(key_BKTD.shape[1])):
-            queries = slice(head * repeats, (head + 1) * repeats)
+        grad_key, grad_value = (torch.zeros_like(tensor, dtype=exact) for tensor in (keys, values))
+        for row, head in product(range(len(keys)), range(keys.shape[1])):
+            heads = slice(head * repeats, (head + 1) * repeats)
             for start in range(0, num_new, _QUERY_BLOCK):
-                block = slice(start, min(start + _QUERY_BLOCK, num_new))
-                seen = num_seen - num_new + block.stop
+                block = slice(start, min(start + _QUERY_BLOCK, queries.shape[2]))
+                position = num_seen - num_new + start
+                seen = min(num_keys(position + block.stop - start), keys.shape[2])
                 # the query heads of a key-value head are consecutive rows
-                query, output = (
-                    tensor[row, queries, block].reshape(-1, size) for tensor in (query_BHND, gradient)
-                )
-                key, value = key_BKTD[row, head, :seen], value_BKTD[row, head, :seen]
-                gradients = _block_gradients(query, key, value, output, repeats, ctx.scale)
-                grad_query[row, queries, block] = gradients[0].view(repeats, -1, size)
+                query, output = (tensor[row, heads, block].reshape(-1, size) for tensor in (queries, outputs))
+                key, value = keys[row, head, :seen], values[row, head, :seen]
+                gradients = _block_gradients(query, key, value, output, repeats, position, ctx.scale)
+                grad_query[row, heads, block] = gradients[0].view(repeats, -1, size)
                 grad_key[row, head, :seen] += gradients[1]
                 grad_value[row, head, :seen] += gradients[2]
-        return grad_query, grad_key.to(key_BKTD.dtype), grad_value.to(value_BKTD.dtype), None
+        grads = (grad[:, :, :num_seen].to(query_BHND.dtype) for grad in (grad_key, grad_value))
+        return grad_query[:, :, :num_new], *grads, None
 
 
 class _RepeatableAttention(_RecomputedAttention):
@@ -222,7 +248,7 @@ class _RepeatableAttention(_RecomputedAttention):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
         with torch.enable_grad(), deterministic_mode(torch.are_deterministic_algorithms_enabled()):
-            output = _fused(query, key, value, ctx.scale)
+            output = _attend(query, key, value, ctx.scale)
             gradients = torch.autograd.grad(output, (query, key, value), gradient)
         return *gradients, None
 
@@ -245,17 +271,15 @@ def _block_gradients(
     value: Tensor,
     gradient: Tensor,
     repeats: int,
+    position: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = P'dO, dS = P * (dO V' - rowsum), dQ = dS K, dK = dS'Q; the last keys are those of the block
-    itself.
+    """dV = P'dO, dS = P * (dO V' - rowsum), dQ = dS K, dK = dS'Q; the first query of each of the ``repeats``
+    heads has this ``position``.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
-    num_own = len(query) // repeats
     scores = (query @ key.t()).to(exact).mul_(scale)
-    # only keys of the block itself can come after one of its queries
-    hidden = _hidden(num_own, query.device)
-    scores.view(repeats, num_own, -1)[:, :, len(key) - num_own :].masked_fill_(hidden, float("-inf"))
+    _hide_later_keys(scores.view(repeats, len(query) // repeats, -1), position)
     probs = torch.softmax(scores, dim=-1)
     grad_scores = (gradient @ value.t()).to(exact).mul_(probs)
     grad_scores.sub_(probs * grad_scores.sum(dim=-1, keepdim=True)).mul_(scale)
@@ -460,7 +484,7 @@ class DecodePlan:
         # The heads of a group become queries of one head, so that keys and values are read once per group.
         query = query_BH1D.reshape(batch, keys.shape[1], heads // keys.shape[1], size)
         seen_keys, seen_values = keys[:batch, :, :num_seen], values[:batch, :, :num_seen]
-        if prefers_products(query):
+        if prefers_products(query.device, query.dtype):
             num_rows = max(1, _NUM_SCORES // (heads * num_seen))
             tensors = query, seen_keys, seen_values, self.mask_B11T
             output = torch.cat(

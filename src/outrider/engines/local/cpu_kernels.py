@@ -77,10 +77,10 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _at_least_two_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Return ``product(rows)``; a single row of bfloat16 is computed twice.
 
-    oneDNN adds the terms of a single row in another order than those of several, so a token would have other
-    bits alone than in a batch and in the update.
+    oneDNN may add the terms of a single row in another order than those of several, so a token would have
+    other bits alone than in a batch and in the update.
     """
-    if rows.numel() != rows.shape[-1] or not prefers_products(rows):
+    if rows.numel() != rows.shape[-1] or not prefers_products(rows.device, rows.dtype):
         return product(rows)
     output = product(rows.reshape(1, -1).repeat(2, 1))[:1]
     return output.view(*rows.shape[:-1], output.shape[-1])
@@ -278,12 +278,12 @@ def _forward_packed(module: nn.Linear, packed: Tensor, rows: Tensor) -> Tensor:
 
 
 def fuse(model: nn.Module) -> None:
-    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas, and of linear
-    layers where :func:`linear` differs from torch's.
+    """Replace the forward of norms, gated MLPs and attention modules of exactly these formulas, and of large
+    linear layers where another library multiplies faster.
     """
     for module in model.modules():
         kind = type(module).__name__
-        if type(module) is nn.Linear and "forward" not in vars(module) and _replaces(module.weight):
+        if type(module) is nn.Linear and "forward" not in vars(module) and prefers_onednn():
             module.forward = _ForwardLinear(module)  # type: ignore[method-assign]
         if kind in NORMS:
             module.forward = MethodType(_norm, module)
@@ -291,11 +291,6 @@ def fuse(model: nn.Module) -> None:
             module.forward = MethodType(_gated_mlp, module)
         elif kind in ATTENTIONS:
             module.forward = MethodType(_attention, module)
-
-
-def _replaces(weight: Tensor) -> bool:
-    """Whether :func:`linear` differs from torch's."""
-    return prefers_onednn() or prefers_products(weight)
 
 
 def _attention(

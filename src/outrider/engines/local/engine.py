@@ -17,7 +17,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from outrider.engines.base import Engine, FinishReason, Generation, Request
-from outrider.engines.local.attention import DecodePlan, Prefill, PrefillPlan, SlotCache, decode_mask
+from outrider.engines.local.attention import (
+    DecodePlan,
+    Prefill,
+    PrefillPlan,
+    SlotCache,
+    decode_mask,
+    num_keys,
+    prefers_products,
+)
 from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
 from outrider.engines.local.decode_graphs import DecodeGraphs
 from outrider.engines.local.model import LanguageModel, declared_context
@@ -216,6 +224,7 @@ class LocalEngine(_Engine):
         self._few_rows = FewRows(language_model.model)
         self._use_few_rows = False
         self._packed = PackedLinears(language_model.model)
+        self._uses_products = prefers_products(language_model.device, language_model.dtype)
         self._graphs = DecodeGraphs(language_model)
         # slot -> (cache key, or None if it is free; the ids whose keys and values it has)
         self._slots: list[tuple[str | None, Ids]] = []
@@ -451,6 +460,8 @@ class LocalEngine(_Engine):
             if logits is not None:
                 return logits
         num_seen = max(stored) + 1  # from host data: reading it from a GPU would wait for all queued work
+        if self._uses_products:
+            num_seen = min(num_keys(num_seen), self._cache.num_positions)
         lengths = torch.tensor(stored, device=self._device)
         plan = DecodePlan(
             cache=self._cache,

@@ -29,12 +29,11 @@ class Processor:
         return "amx_bf16" in self.instruction_sets or (is_amd and "avx512_bf16" in self.instruction_sets)
 
     @property
-    def has_bfloat16_vectors(self) -> bool:
-        """Whether it multiplies bfloat16 fast and without a matrix unit (Zen 4 and 5). There, torch's fused
-        attention is slow, and products of oneDNN add in an order that is the same for two rows and more
-        (measured on Zen 5).
+    def prefers_bfloat16_products(self) -> bool:
+        """Whether attention in bfloat16 is faster as plain products than in torch's fused kernel. Measured on
+        Zen 5 (family 26), where the products also have the same bits for every number of rows from two on.
         """
-        return self.multiplies_bfloat16 and "amx_bf16" not in self.instruction_sets
+        return self.vendor == "AuthenticAMD" and self.family >= 26 and "avx512_bf16" in self.instruction_sets
 
     @property
     def lacks_blas(self) -> bool:
