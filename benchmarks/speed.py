@@ -113,7 +113,7 @@ def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> 
     )
     here = written_together(ours, new)
     others = {"alone": partial(written_alone, ours, new)}
-    if arguments.device == "cpu":
+    if arguments.device == "cpu" and precision == "float32":  # a lesser processor has no fast bfloat16
         others["on a lesser processor"] = partial(
             written_elsewhere,
             arguments.model,

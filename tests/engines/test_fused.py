@@ -266,7 +266,14 @@ def test_attention_and_its_gradients_equal_a_written_out_softmax(
     ours = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     plain = [tensor.detach().clone().requires_grad_() for tensor in ours]
     outer = torch.randn(shapes[0], dtype=torch.float64)
-    small = {"_NUM_SCORES": 20, "_FEW_QUERIES": 2, "_QUERY_BLOCK": 5, "_QUERY_STEP": 3, "_KEY_STEP": 2}
+    small = {
+        "_NUM_SCORES": 20,
+        "_MOST_SCORES": 60,
+        "_FEW_QUERIES": 2,
+        "_QUERY_BLOCK": 5,
+        "_QUERY_STEP": 3,
+        "_KEY_STEP": 2,
+    }
     if way == "products":
         with patch.multiple(segment_attention, **small, _KEY_BLOCK=4):
             output = segment_attention._CpuAttention.apply(*ours, 0.3)

@@ -52,6 +52,7 @@ _QUERY_STEP = 32
 _KEY_STEP = 128
 _KEY_BLOCK = 1024  # terms that oneDNN adds in the same order, however many zeros follow
 _NUM_SCORES = 2**18  # of several rows, a megabyte in float32
+_MOST_SCORES = 2**22  # of several key-value heads
 _FEW_QUERIES = 16  # rows of a product that is faster transposed
 _MASK_ALIGNMENT = 8
 _LIMITS: Final[Mapping[str, Any]] = {
@@ -105,19 +106,28 @@ def _products(query_BHND: Tensor, key_BKTD: Tensor, value_BKTD: Tensor, scale: f
     queries, keys, values = _padded(query_BHND, _QUERY_STEP), *map(_padded_keys, (key_BKTD, value_BKTD))
     # tokens first, because callers take them so
     output = queries.new_empty((batch, queries.shape[2], heads, size)).transpose(1, 2)
-    num_rows = max(1, _NUM_SCORES // (heads * min(queries.shape[2], _QUERY_BLOCK) * keys.shape[2]))
-    for first, start in product(range(0, batch, num_rows), range(0, num_new, _QUERY_BLOCK)):
+    repeats, num_scores = heads // key_heads, min(queries.shape[2], _QUERY_BLOCK) * keys.shape[2]
+    num_rows = max(1, _NUM_SCORES // (heads * num_scores))
+    num_heads = min(key_heads, max(1, _MOST_SCORES // (repeats * num_scores)))
+    blocks = (
+        range(0, number, step)
+        for number, step in ((batch, num_rows), (key_heads, num_heads), (num_new, _QUERY_BLOCK))
+    )
+    for first, head, start in product(*blocks):
         rows, block = (
             slice(first, first + num_rows),
             slice(start, min(start + _QUERY_BLOCK, queries.shape[2])),
         )
+        key_part = slice(head, head + num_heads)
+        query_part = slice(head * repeats, (head + num_heads) * repeats)
         num, seen = block.stop - start, min(num_keys(first_own + block.stop), keys.shape[2])
+        key, value = keys[rows, key_part, :seen], values[rows, key_part, :seen]
         # the query heads of a key-value head are consecutive rows
-        query = queries[rows, :, block].reshape(-1, key_heads, heads // key_heads * num, size)
-        scores = _scores(query, keys[rows, :, :seen], scale).reshape(len(query), heads, num, seen)
+        query = queries[rows, query_part, block].reshape(*key.shape[:2], repeats * num, size)
+        scores = _scores(query, key, scale).reshape(len(key), -1, num, seen)
         _hide_later_keys(scores, first_own + start)
         probs = scores.softmax(dim=-1).to(query.dtype).view(*query.shape[:3], seen)
-        output[rows, :, block] = _mixed(probs, values[rows, :, :seen]).view(len(query), heads, num, size)
+        output[rows, query_part, block] = _mixed(probs, value).view(len(key), -1, num, size)
     return output[:, :, :num_new]
 
 
