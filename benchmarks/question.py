@@ -21,10 +21,10 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import stdev
-from typing import Any, Final
+from statistics import fmean, stdev
+from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 import outrider
 from benchmarks.calls_to_reward import run_calls
@@ -35,7 +35,7 @@ from benchmarks.learning_jobs import read_journal
 from benchmarks.learning_methods import IMITATION, Method
 from benchmarks.learning_tables import factbook_notes, factbook_table, method_labels
 from benchmarks.markdown_table import MethodTable, markdown
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.evaluation.compare import Comparison, compare
 from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_interval, student_p
 from outrider.files import replace_file
@@ -44,12 +44,15 @@ from outrider.training.resume import read_commit
 MIN_SEEDS: Final = 10
 TIE: Final = 0.08
 """Half of the width of the interval in which methods are tied, as a share of the tasks."""
+MEANS: Final = {"success": "means", "return": "mean returns"}
+"""How the output names the means of each measure."""
 
 
 class Question(BaseModel):
     """An entry of the file of questions. ``method`` is compared with ``baseline``; ``levels`` are training
     rewards whose tool calls are compared, too. With ``pairs_seeds``, the test is over the differences of the
-    two runs of a seed, which start from the same cold start.
+    two runs of a seed, which start from the same cold start: of their success, or with ``measure = "return"``
+    of the mean return of their last evaluations.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +70,7 @@ class Question(BaseModel):
     baseline: str
     levels: tuple[float, ...] = ()
     pairs_seeds: bool = False
+    measure: Literal["success", "return"] = "success"
     remarks: tuple[str, ...] = ()
 
     @field_validator("overrides")
@@ -76,6 +80,12 @@ class Question(BaseModel):
         if wrong := [override for override in value if override.startswith(own)]:
             raise ValueError(f"{wrong[0]} is set by the question")
         return value
+
+    @model_validator(mode="after")
+    def _tests_returns_by_seed(self) -> "Question":
+        if self.measure == "return" and not self.pairs_seeds:
+            raise ValueError('measure = "return" needs pairs_seeds = true')
+        return self
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,10 +189,13 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     is_verdict = is_complete and len(seeds) >= MIN_SEEDS and not problems
     names = {label: by_key[key].name for key, label in labels.items()}
     if question.pairs_seeds:
-        own, base = (seed_scores(comparison, labels[one.key]) for one in (method, baseline))
+        own, base = (
+            seed_scores(comparison, labels[one.key], question.measure) for one in (method, baseline)
+        )
         difference, p = paired_difference([own[seed] - base[seed] for seed in seeds])
         higher = labels[method.key if difference.value > 0 else baseline.key]
-        winner, compared = higher if p < ALPHA else None, "means over seeds, paired"
+        winner = higher if p < ALPHA else None
+        compared = f"{MEANS[question.measure]} over seeds, paired"
         tests = f"; t test of the differences by seed: p = {p:.3g}"
     else:
         difference, winner, compared = tested.difference, tested.verdict.winner, "interquartile means"
@@ -209,6 +222,7 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         f"Expected: {question.expected}",
         state,
         scores.text,
+        *([returns_table(pair, (base, own))] if question.measure == "return" else []),
         f"{method.name} minus {baseline.name}, {compared}: {100 * difference.value:+.1f} points"
         + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
         + f"{tests if is_verdict else ''}.",
@@ -231,10 +245,29 @@ def outcome(winner: str | None, difference: Estimate, *, method: str) -> str:
     return "tie" if is_tied else "undecided"
 
 
-def seed_scores(comparison: Comparison, label: str) -> dict[int, float]:
-    """Return the last score of each run of a group by its seed."""
+def seed_scores(comparison: Comparison, label: str, measure: str) -> dict[int, float]:
+    """Return success or mean return in the last evaluation of each run of a group, by its seed. Raises
+    DataError for an evaluation without a mean return.
+    """
     [group] = [group for group in comparison.groups if group.label == label]
-    return {int(run.config["seed"]): run.evaluations[-1].score for run in group.runs}
+    scores = {}
+    for run in group.runs:
+        last = run.evaluations[-1]
+        score = last.score if measure == "success" else last.mean_return
+        if score is None:
+            raise DataError(f"{run.name}: its last evaluation has no mean return")
+        scores[int(run.config["seed"])] = score
+    return scores
+
+
+def returns_table(chosen: Sequence[Method], returns: Sequence[Mapping[int, float]]) -> str:
+    """The mean return of the last evaluation of every seed, as Markdown."""
+    return markdown(
+        ("method", "mean return", "seed: return"),
+        [(method.name, f"{fmean(scores.values()):.3f}",
+          ", ".join(f"{seed}: {value:.3f}" for seed, value in scores.items()))
+         for method, scores in zip(chosen, returns, strict=True)],
+    )  # fmt: skip
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[Estimate, float]:

@@ -143,6 +143,25 @@ def test_pairs_of_seeds_decide_if_the_question_names_them(
     assert "same winner" not in text and "over tasks" not in text
 
 
+def test_a_question_about_returns_tests_returns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = write_questions(tmp_path)
+    play(records, tmp_path / "out", Runs())
+    for run in (tmp_path / "out").glob("*-[0-9]*"):  # the other way round than success
+        lines = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["mean_return"] = (5.0 if run.name.startswith("grpo") else 2.0) + int(run.name[-1]) / 10
+        (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    records.write_text(records.read_text() + 'pairs_seeds = true\nmeasure = "return"\n')
+    state_commit(tmp_path / "out", commit(tmp_path))
+    status, text = result(tmp_path, capsys, records)
+    assert status == 0 and "Verdict: **loss** of RAPO against GRPO." in text
+    assert "RAPO minus GRPO, mean returns over seeds, paired: -300.0 points" in text
+    assert "| GRPO | 5.450 |" in text and "3: 2.300" in text
+    records.write_text(records.read_text().replace("pairs_seeds = true\n", ""))
+    assert main(["Q", "--out", str(tmp_path / "out"), "--verdict", "--records", str(records)]) == 2
+    assert "pairs_seeds" in capsys.readouterr().err
+
+
 def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = result(folder, capsys)
     assert status == 0 and "Verdict: **win** of RAPO against GRPO." in text
