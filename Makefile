@@ -220,7 +220,7 @@ docs-serve: $(VENV)/.docs
 
 benchmarks: setup
 	$(BIN)/python benchmarks/machine.py
-	$(BIN)/python benchmarks/instruction_sets.py
+	$(BIN)/python -m benchmarks.instruction_sets
 	$(BIN)/python benchmarks/speed.py
 	$(BIN)/python benchmarks/buffer.py
 	$(BIN)/python benchmarks/grpo_bias.py

@@ -1,6 +1,6 @@
 """Which environment variables make which kernels behave as on an older processor: whether their bits change.
 
-    python benchmarks/instruction_sets.py
+    python -m benchmarks.instruction_sets
 
 Each setting runs the same operations on the same numbers in its own process, because libraries read the
 variables once.
@@ -13,11 +13,11 @@ import sys
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from benchmarks.markdown_table import markdown
 from outrider.engines.local import cpu_kernels as onednn
+from outrider.engines.local.attention import causal_attention, prefers_products
 
 SETTINGS = (
     "ATEN_CPU_CAPABILITY=default", "ATEN_CPU_CAPABILITY=avx2", "ONEDNN_MAX_CPU_ISA=SSE41",
@@ -34,11 +34,13 @@ def main() -> None:
     from outrider.doctor import kernels, processor
 
     plain = measured({})
-    table = Table("variable", *operations(), title="bits against those without the variable")
+    rows = []
     for setting in SETTINGS:
         name, _, value = setting.partition("=")
-        table.add_row(setting, *map(compared, measured({name: value}), plain))
-    Console().print(table, f"processor: {processor()}", f"layers: {kernels()}", sep="\n")
+        rows.append((f"`{setting}`", *map(compared, measured({name: value}), plain)))
+    print("Bits against those without the variable:\n")
+    print(markdown(("variable", *operations()), rows))
+    print(f"\nprocessor: {processor()}\nlayers: {kernels()}")
 
 
 def compared(found: str, was: str) -> str:
@@ -46,14 +48,14 @@ def compared(found: str, was: str) -> str:
 
 
 def measured(variables: dict[str, str]) -> list[str]:
-    command = [sys.executable, __file__, CHILD]
+    command = [sys.executable, "-m", "benchmarks.instruction_sets", CHILD]
     environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
 
 
 def operations() -> dict[str, torch.Tensor | None]:
-    """torch's own draws and kernels, plain layers (float32: BLAS), attention, oneDNN's packed layers if they
-    run.
+    """torch's own draws and kernels, plain layers (float32: BLAS), attention, and oneDNN's plain and packed
+    layers and products of attention where they are used.
     """
     drawn = np.random.default_rng(0)
     shapes = (64, 576), (1536, 576), (1, 9, 128, 64)
@@ -64,7 +66,13 @@ def operations() -> dict[str, torch.Tensor | None]:
         "normal draws": torch.randn(64, 576, generator=torch.Generator().manual_seed(0)),
         "softmax": rows.softmax(dim=-1),
         "attention": scaled_dot_product_attention(heads, heads, heads, is_causal=True),
+        "oneDNN layer, float32": onednn.linear(rows, weight) if onednn.prefers_onednn() else None,
     }
+    few = heads.to(torch.bfloat16)
+    if prefers_products(few.device, few.dtype):
+        named["products of attention, bfloat16"] = causal_attention(few, few, few, 0.125)
+    else:
+        named["products of attention, bfloat16"] = None
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         x, w = rows.to(dtype), weight.to(dtype)
