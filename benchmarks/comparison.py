@@ -1,6 +1,5 @@
 """Shared by benchmarks that compare training runs: start, continue or skip a run, and read its files."""
 
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -49,21 +48,10 @@ def train(
     subprocess.run([sys.executable, *program, *target], check=True)
 
 
-def from_checkpoint(run: Path) -> list[str]:
-    """Return arguments of a run that starts from the weights of another one after its cold start."""
-    return [f"model.initial_checkpoint={run / 'checkpoints' / 'step-000000'}", "cold_start.num_examples=0"]
-
-
-def at_equal_tokens(run: Path) -> list[str]:
-    """Return arguments of a run that stops after the step in which the policy has generated as many tokens as
-    in another run.
-    """
-    return [f"train.max_policy_tokens={policy_tokens(run)}", "train.num_steps=1000"]
-
-
 def policy_tokens(run: Path) -> int:
     """What the policy wrote in training, tips included."""
-    return int(records(run)[-1]["tokens/policy_total"])
+    steps = [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "train"]
+    return int(steps[-1]["tokens/policy_total"])
 
 
 def is_after_training(evaluation: dict[str, Any]) -> bool:
@@ -74,17 +62,6 @@ def is_after_training(evaluation: dict[str, Any]) -> bool:
 def evaluations(run: Path) -> list[dict[str, Any]]:
     """Return the complete lines of ``evaluations.jsonl``, or none if it does not exist."""
     return read_records(run / "evaluations.jsonl")
-
-
-def records(run: Path) -> list[dict[str, Any]]:
-    """The training steps of ``metrics.jsonl``."""
-    return [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "train"]
-
-
-def median(run: Path, metric: str) -> float:
-    """Return the median over the training steps that have the metric; 0 if none has."""
-    values = [line[metric] for line in records(run) if metric in line]
-    return float(statistics.median(values)) if values else 0.0
 
 
 def require_same(run: Path, wanted: RunSettings) -> None:
