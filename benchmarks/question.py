@@ -189,9 +189,7 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     is_verdict = is_complete and len(seeds) >= MIN_SEEDS and not problems
     names = {label: by_key[key].name for key, label in labels.items()}
     if question.pairs_seeds:
-        own, base = (
-            seed_scores(comparison, labels[one.key], question.measure) for one in (method, baseline)
-        )
+        own, base = (seed_scores(comparison, labels[one.key], question.measure) for one in (method, baseline))
         difference, p = paired_difference([own[seed] - base[seed] for seed in seeds])
         higher = labels[method.key if difference.value > 0 else baseline.key]
         winner = higher if p < ALPHA else None

@@ -179,6 +179,7 @@ def test_every_recipe_loads_and_its_resolved_form_is_equal(recipe: Path, tmp_pat
         (["algorithm.quality=false", "algorithm.timing=none"], "is no retrieval reward"),
         (["algorithm.retrieval.mode=execute"], "stateful"),
         (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], "tag protocol"),
+        (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], "retrieval.mode = execute"),
         (["environment.type=scienceworld", "algorithm.retrieval.form=turn"], 'with protocol = "inline"'),
         (["algorithm.num_hybrid=0", "buffer.evolve=true"], "num_hybrid of at least 1"),
         (["rollout.max_turn_tokens=100000"], "max_turn_tokens exceeds"),

@@ -2,7 +2,7 @@
 real buffer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 
 from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
+from outrider.engines.base import Request
 from outrider.environments.base import Episode
 from outrider.environments.webshop import environment as webshop_text
 from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
@@ -21,7 +22,7 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.trace import Trace
-from outrider.types import Origin, Trajectory
+from outrider.types import Origin, Outcome, Trajectory
 from tests.rollout.fakes import TOKENIZER, scripted
 
 FAMILY = WebShopTaskSet(WebShopConfig(num_train=8))
@@ -47,23 +48,30 @@ def buffer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StepTraceBuffer
         yield made
 
 
-def play(buffer: StepTraceBuffer, said: str, **chosen: Any) -> tuple[list[Trace], RetrievalHook]:
+def play(
+    buffer: StepTraceBuffer, said: str, limits: Limits = LIMITS, **chosen: Any
+) -> tuple[list[Trace], RetrievalHook]:
     """Hybrid rollouts of a policy that searches once and then says ``said``."""
     settings = RetrievalSettings(mode="execute", probability=1.0, **chosen)
     hook = RetrievalHook(settings, buffer=buffer, num_training_steps=1)
+    texts = lambda request, _: said if int(request.request_id[-3:]) else "<action>search[lamp]</action>"  # noqa: E731
+    return run(texts, limits, "hybrid", hook), hook
+
+
+def run(
+    texts: Callable[[Request, str], str], limits: Limits, mode: str, *hooks: RetrievalHook
+) -> list[Trace]:
+    """Two rollouts of each of four tasks."""
     scheduler = Scheduler(
-        engine=scripted(
-            lambda r, _: said if int(r.request_id[-3:]) else "<action>search[lamp]</action>",
-            context_length=60000,
-        ),
+        engine=scripted(texts, context_length=60000),
         renderer=ChatRenderer(TOKENIZER),
         factory=FAMILY.make(),
-        limits=LIMITS,
+        limits=limits,
         sampling=Sampling(stop=FAMILY.stop),
         run_seed=0,
-        hooks=(hook,),
+        hooks=hooks,
     )
-    return scheduler.run(FAMILY.tasks("train")[:4], modes=("hybrid",) * 2, training_step=0).traces, hook
+    return scheduler.run(FAMILY.tasks("train")[:4], modes=(mode,) * 2, training_step=0).traces
 
 
 @pytest.mark.parametrize("scope", ["all", "other_tasks"])
@@ -86,11 +94,48 @@ def test_a_click_that_the_page_lacks_is_no_retrieved_step_and_gets_no_reward(
     assert 0 < num_paid <= len(shown)
 
 
-def test_a_rollout_can_be_replayed_from_its_stored_trajectory(buffer: StepTraceBuffer) -> None:
+@pytest.mark.parametrize("limits", [LIMITS, LIMITS.model_copy(update={"max_observation_tokens": 60})])
+def test_in_the_form_of_a_turn_the_context_is_as_if_the_policy_had_written_the_step(
+    buffer: StepTraceBuffer, limits: Limits
+) -> None:
+    said = "<action>click[back to search]</action>"
+    traces, hook = play(buffer, said, limits, scope="same_task", form="turn")
+    num_shown = 0
+    for trace, task in zip(traces, FAMILY.tasks("train"), strict=False):
+        for leaf, path in trace.rollouts():
+            actions = [
+                node.metadata["action"] if node.origin is Origin.BUFFER else node.message.content
+                for node in path
+                if node.origin in (Origin.BUFFER, Origin.POLICY)
+            ]
+            longer = limits.model_copy(update={"max_turns": len(actions)})
+            again = run(lambda request, _, said=actions: said[int(request.request_id[-3:])], longer, "plain")
+            [other] = [one for one in again if one.task.key == task.key]
+            written = other.path(other.leaves[leaf.rollout].node_id)
+            shown, own = ([i for node in nodes for i in node.token_ids] for nodes in (path, written))
+            assert shown == own
+            num_shown += sum(node.origin is Origin.BUFFER for node in path)
+    assert num_shown == hook.counts["retrievals"] - hook.counts["refused"] > 0
+
+
+def test_a_turn_without_room_ends_the_rollout(buffer: StepTraceBuffer) -> None:
+    limits = LIMITS.model_copy(update={"max_splice_tokens": 3})
+    traces, hook = play(
+        buffer, "<action>click[back to search]</action>", limits, scope="same_task", form="turn"
+    )
+    ended = [path for trace in traces for leaf, path in trace.rollouts()
+             if leaf.outcome is Outcome.TRUNCATED_TOKENS]  # fmt: skip
+    assert len(ended) == hook.counts["retrievals"] - hook.counts["refused"] > 0
+    assert all(path[-1].metadata["attempted"] for path in ended)
+    assert not any(node.origin is Origin.BUFFER for trace in traces for node in trace.nodes)
+
+
+@pytest.mark.parametrize("form", ["tags", "turn"])
+def test_a_rollout_can_be_replayed_from_its_stored_trajectory(buffer: StepTraceBuffer, form: str) -> None:
     """A retrieved step that was done is a step of the episode, or the pages behind it would be in no
     order.
     """
-    traces, _ = play(buffer, "<action>click[buy now]</action>", scope="same_task")
+    traces, _ = play(buffer, "<action>click[buy now]</action>", scope="same_task", form=form)
     factory, num_done = FAMILY.make(), 0
     for trace in traces:
         for leaf, path in trace.rollouts():

@@ -170,10 +170,11 @@ class ExplorationSettings(TurnScoreSettings):
                 "retrieval.mode = execute needs a stateful environment "
                 "(scienceworld, webshop, textworld, house, alfworld)"
             )
-        if retrieval.form == "turn" and not is_inline(run.environment):
+        if retrieval.form == "turn" and retrieval.mode == "context" and not is_inline(run.environment):
             raise ValueError(
-                "retrieval.form = turn needs an environment whose observations continue the message of the "
-                'policy: the tag protocol (factbook, tools), or a class of yours with protocol = "inline"'
+                "retrieval.form = turn needs retrieval.mode = execute, or an environment whose observations "
+                "continue the message of the policy: the tag protocol (factbook, tools), or a class of yours "
+                'with protocol = "inline"'
             )
 
     def warnings(self, *, num_groups: int, num_tasks: int) -> list[str]:

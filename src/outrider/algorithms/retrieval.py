@@ -267,10 +267,10 @@ class RetrievalSettings(Settings):
     random step instead of the nearest. ``mode`` "execute" replays the action of the step in the live
     environment and inserts the real observation. ``level`` "trajectory" inserts the retrieved step with all
     non-terminal steps after it, "segment" with a uniformly random number of them (including none and all).
-    ``form`` "tags" inserts it inside ``<retrieve>`` (the paper), "turn" in the format of the policy's own
-    turns, for the tag protocol only (docs/algorithms/rapo.md). ``min_similarity``: minimum cosine between the
-    history and the key of a step (None: no minimum). For example, close to 1 a rollout only retrieves steps
-    that were taken in a situation like its own.
+    ``form`` "tags" inserts it inside ``<retrieve>`` (the paper), "turn" as if the policy had written it, for
+    the tag protocol and for ``mode`` "execute" (docs/algorithms/rapo.md). ``min_similarity``: minimum cosine
+    between the history and the key of a step (None: no minimum). For example, close to 1 a rollout only
+    retrieves steps that were taken in a situation like its own.
     """
 
     probability: float = Field(0.5, ge=0, le=1)
@@ -461,7 +461,15 @@ class RetrievalHook(Hook):
             }
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
             text = self._format(join_observation(hit.record.text, observation))
-            return Splice(origin=Origin.BUFFER, text=text, step=step, metadata=metadata)
+            messages = result.observations
+            is_message = self.settings.form == "turn" and all(one.role != "inline" for one in messages)
+            return Splice(
+                origin=Origin.BUFFER,
+                text=text,
+                step=step,
+                observations=messages if is_message else (),
+                metadata=metadata,
+            )
 
         return Attempt(action=hit.record.text, then=then)
 

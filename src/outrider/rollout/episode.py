@@ -453,8 +453,16 @@ class EpisodeRunner:
             state.num_splices_dropped += not is_shown
             return
         limit = self.limits.max_splice_tokens
-        metadata = dict(splice.metadata)
-        if not self._append(state, splice.origin, [to_message(splice)], limit, metadata, room=room):
+        messages: Sequence[Message] = [to_message(splice)]
+        turn_ids: Sequence[int] = ()
+        if splice.step is not None and splice.observations:
+            messages = splice.observations
+            turn_ids, _ = self._demonstrated_turn(state, splice.step.text)
+            limit = min(limit - len(turn_ids), self.limits.max_observation_tokens)
+        if limit <= 0 or not self._append(
+            state, splice.origin, messages, limit, dict(splice.metadata),
+            room=room, turn_ids=turn_ids, shown=to_message(splice),
+        ):  # fmt: skip
             state.num_splices_dropped += 1
         elif splice.step is not None:
             state.steps.append(splice.step)
@@ -502,23 +510,28 @@ class EpisodeRunner:
         metadata: dict[str, object],
         *,
         room: int = 1,
+        turn_ids: Sequence[int] = (),
+        shown: Message | None = None,
     ) -> bool:
-        """Append messages that the policy did not write.
+        """Append messages that the policy did not write, after a turn ``turn_ids`` that it did not write.
 
         Messages over ``limit`` tokens are truncated; the text and the node's metadata mark the cut. Returns
-        False and appends nothing if fewer than ``room`` tokens would remain for the policy.
+        False and appends nothing if fewer than ``room`` tokens would remain for the policy. The node stores
+        ``shown`` in place of the messages.
         """
-        context = state.trace.token_ids(state.last_node.node_id)
+        context = (*state.trace.token_ids(state.last_node.node_id), *turn_ids)
         token_ids, num_cut = render_bridge(context, messages, limit, renderer=self.renderer)
+        token_ids = (*turn_ids, *token_ids)
         if len(token_ids) > self._num_tokens_left(state) - room:
             return False
-        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(messages)
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
+        metadata |= message_parts([shown] if shown is not None else messages)
         if self.marks_observations and origin is Origin.ENVIRONMENT:
             cut = cut_messages(context, messages, limit, renderer=self.renderer)[0]
             metadata[BODY] = body_spans(token_ids, context, cut, renderer=self.renderer)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=origin, token_ids=token_ids,
-            message=join_messages(messages),
+            message=join_messages(messages) if shown is None else shown,
             metadata=metadata,
         )  # fmt: skip
         state.num_response_tokens += len(token_ids)
