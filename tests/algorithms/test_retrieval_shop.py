@@ -18,10 +18,11 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.episode import Sampling
 from outrider.rollout.experts import to_trajectory
+from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
-from outrider.trace import Trace
+from outrider.trace import Node, Trace
 from outrider.types import Origin, Outcome, Trajectory
 from tests.rollout.fakes import TOKENIZER, scripted
 
@@ -58,9 +59,7 @@ def play(
     return run(texts, limits, "hybrid", hook), hook
 
 
-def run(
-    texts: Callable[[Request, str], str], limits: Limits, mode: str, *hooks: RetrievalHook
-) -> list[Trace]:
+def run(texts: Callable[[Request, str], str], limits: Limits, mode: str, *hooks: Hook) -> list[Trace]:
     """Two rollouts of each of four tasks."""
     scheduler = Scheduler(
         engine=scripted(texts, context_length=60000),
@@ -116,6 +115,33 @@ def test_in_the_form_of_a_turn_the_context_is_as_if_the_policy_had_written_the_s
             assert shown == own
             num_shown += sum(node.origin is Origin.BUFFER for node in path)
     assert num_shown == hook.counts["retrievals"] - hook.counts["refused"] > 0
+
+
+class Tip(Hook):
+    """Shows a tip before every turn."""
+
+    def before_turn(self, state: EpisodeState) -> list[Splice]:
+        return [Splice(origin=Origin.MEMORY, text="A tip.")]
+
+
+def test_a_tip_after_a_retrieved_turn_is_at_the_end_of_its_observation(buffer: StepTraceBuffer) -> None:
+    settings = RetrievalSettings(mode="execute", probability=1.0, scope="same_task", form="turn")
+    renderer, num_checked = ChatRenderer(TOKENIZER), 0
+    assert renderer.opening
+    paths: list[list[list[Node]]] = []
+    for others in ((), (Tip(),)):
+        hook = RetrievalHook(settings, buffer=buffer, num_training_steps=1)
+        traces = run(lambda request, _: "<action>search[lamp]</action>", LIMITS, "hybrid", hook, *others)
+        paths.append([list(path) for trace in traces for _, path in trace.rollouts()])
+    for plain, tipped in zip(*paths, strict=True):
+        kept = [node for node in tipped if node.origin is not Origin.MEMORY]
+        ids = [[i for node in nodes for i in node.token_ids] for nodes in (plain, kept)]
+        assert ids[0] == ids[1]
+        for before, tip, after in zip(tipped, tipped[1:], tipped[2:], strict=False):
+            if before.origin is Origin.BUFFER and tip.origin is Origin.MEMORY:
+                assert after.token_ids == renderer.opening and before.metadata["step_ids"]
+                num_checked += 1
+    assert num_checked
 
 
 def test_a_turn_without_room_ends_the_rollout(buffer: StepTraceBuffer) -> None:

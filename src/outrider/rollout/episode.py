@@ -815,7 +815,7 @@ def show_tip(
     rest: tuple[int, ...] = ()
     opening = renderer.opening
     if (
-        newest.origin in (Origin.PROMPT, Origin.ENVIRONMENT)
+        newest.origin in (Origin.PROMPT, Origin.ENVIRONMENT, Origin.BUFFER)
         and opening
         and newest.token_ids[-len(opening) :] == opening
     ):
@@ -828,7 +828,7 @@ def show_tip(
     if rest:
         state.last_node = trace.append(
             parent=state.last_node.node_id,
-            origin=parent.origin,
+            origin=Origin.PROMPT if parent.origin is Origin.PROMPT else Origin.ENVIRONMENT,
             token_ids=rest,
             message=Message(role="user", content=""),
             metadata={"rollout": state.rollout},
