@@ -10,7 +10,8 @@ A record names the source of its figures (``source``) and the command. Its kind 
 - ``gains``: runs ``METHOD-SEED`` of a pack, with their paired gains over one cold start per seed;
 - ``calls``: tool calls until a reward;
 - ``toys``, ``factbook``: the tables of ``benchmarks.learning`` from a pack ("" a short table of method, score
-  and verdict, with all columns in a folded block; ``all`` all columns, unfolded);
+  and verdict, with all columns in a folded block; ``all`` all columns, unfolded; ``returns`` of ``factbook``
+  the mean returns, if all evaluations have them);
 - ``league``: rows of the tables of such records, with their tasks and models ("" all rows, ``readme`` the
   chosen ones).
 
@@ -28,8 +29,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from benchmarks import calls_to_reward
 from benchmarks.demo_beside import heads, read_pairs, rows
+from benchmarks.learning_methods import TOY_SUITES, Method, factbook_methods
+from benchmarks.learning_tables import factbook_notes, factbook_table, returns_table, toy_table
 from benchmarks.markdown_table import MethodTable, markdown, short_verdict, with_columns
 from outrider.errors import DataError
+from outrider.evaluation.compare import Comparison, compare
 from outrider.evaluation.packs import read_exact, verify
 from outrider.printing import score
 from outrider.rollout.evaluate import interval
@@ -272,9 +276,6 @@ def _toys(record: Toys, packs: Path) -> dict[str, str]:
 def _toy_table(record: Toys, packs: Path) -> MethodTable:
     from tests.toy_result import Result
 
-    from benchmarks.learning_methods import TOY_SUITES
-    from benchmarks.learning_tables import toy_table
-
     verify(packs / record.pack)
     # their names are wanted, not their settings
     methods = {method.key: method for method in TOY_SUITES[record.toy].methods(1)}
@@ -287,16 +288,17 @@ def _toy_table(record: Toys, packs: Path) -> MethodTable:
 
 
 def _factbook(record: FactbookRuns, packs: Path) -> dict[str, str]:
-    table, notes = _factbook_table(record, packs)
-    return {"": table.short(notes), "all": table.text}
+    chosen, comparison = _factbook_runs(record, packs)
+    notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
+    table = factbook_table(chosen, comparison)
+    views = {"": table.short(notes), "all": table.text}
+    if all(run.evaluations[-1].mean_return is not None for group in comparison.groups for run in group.runs):
+        views["returns"] = returns_table(chosen, comparison)
+    return views
 
 
-def _factbook_table(record: FactbookRuns, packs: Path) -> tuple[MethodTable, str]:
-    """The table and its notes."""
-    from benchmarks.learning_methods import Method, factbook_methods
-    from benchmarks.learning_tables import factbook_notes, factbook_table
-    from outrider.evaluation.compare import compare
-
+def _factbook_runs(record: FactbookRuns, packs: Path) -> tuple[list[Method], Comparison]:
+    """The methods and their compared runs."""
     # their names are wanted, not their settings
     names = {method.key: method.name for method in factbook_methods(2, 1)} | record.names
     runs: dict[str, Path] = {}
@@ -305,9 +307,7 @@ def _factbook_table(record: FactbookRuns, packs: Path) -> tuple[MethodTable, str
         own = [name for name in manifest.runs if name.rpartition("-")[0] in record.methods]
         runs = {name: packs / pack / "runs" / name for name in own} | runs
     chosen = [Method(key=key, name=names[key], algorithm={}) for key in record.methods]
-    comparison = compare([runs[name] for name in sorted(runs)])
-    notes = "\n".join(f"- {note}" for note in factbook_notes(chosen, comparison))
-    return factbook_table(chosen, comparison), notes
+    return chosen, compare([runs[name] for name in sorted(runs)])
 
 
 def _league(record: League, packs: Path) -> dict[str, str]:
@@ -320,7 +320,10 @@ def _league(record: League, packs: Path) -> dict[str, str]:
         if not isinstance(source, Toys | FactbookRuns):
             raise DataError(f"{entry.record}.json has no methods of a pack")
         is_toy = isinstance(source, Toys)
-        table = _toy_table(source, packs) if isinstance(source, Toys) else _factbook_table(source, packs)[0]
+        if isinstance(source, Toys):
+            table = _toy_table(source, packs)
+        else:
+            table = factbook_table(*_factbook_runs(source, packs))
         if missing := {*entry.readme, *entry.elsewhere} - {cells[0] for cells in table.rows}:
             raise DataError(f"{entry.record}.json has no method {min(missing)}")
         score_column = "interquartile mean" if is_toy else "interquartile mean %"

@@ -4,12 +4,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from benchmarks.learning_methods import BASELINE, Method
-from benchmarks.markdown_table import MethodTable
+from benchmarks.markdown_table import MethodTable, markdown
 from outrider.errors import DataError
 from outrider.evaluation.compare import Comparison, Pair
 from outrider.evaluation.compare_report import notes
@@ -197,6 +198,32 @@ def method_labels(comparison: Comparison) -> dict[str, str]:
                 raise DataError(f"runs of {key} have different settings: {labels[key]} and {group.label}")
             labels[key] = group.label
     return labels
+
+
+def seed_scores(comparison: Comparison, label: str, measure: str) -> dict[int, float]:
+    """Return the success or the mean return (``measure`` "return") in the last evaluation of each run of a
+    group, by its seed. Raises DataError for an evaluation without a mean return.
+    """
+    [group] = [group for group in comparison.groups if group.label == label]
+    scores = {}
+    for run in group.runs:
+        last = run.evaluations[-1]
+        score = last.mean_return if measure == "return" else last.score
+        if score is None:
+            raise DataError(f"{run.name}: its last evaluation has no mean return")
+        scores[int(run.config["seed"])] = score
+    return dict(sorted(scores.items()))
+
+
+def returns_table(chosen: Sequence[Method], comparison: Comparison) -> str:
+    """The mean returns in the last evaluations, as Markdown."""
+    labels = method_labels(comparison)
+    rows = []
+    for method in chosen:
+        returns = seed_scores(comparison, labels[method.key], "return")
+        by_seed = ", ".join(f"{seed}: {value:.3f}" for seed, value in returns.items())
+        rows.append((method.name, f"{fmean(returns.values()):.3f}", by_seed))
+    return markdown(("method", "mean return", "seed: return"), rows)
 
 
 def _names(chosen: Sequence[Method], comparison: Comparison) -> dict[str, str]:

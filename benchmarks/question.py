@@ -21,7 +21,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import stdev
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -33,10 +33,16 @@ from benchmarks.learning import choose_methods, run_jobs, with_one_thread
 from benchmarks.learning_factbook import Plan, factbook_jobs
 from benchmarks.learning_jobs import read_journal
 from benchmarks.learning_methods import IMITATION, Method
-from benchmarks.learning_tables import factbook_notes, factbook_table, method_labels
+from benchmarks.learning_tables import (
+    factbook_notes,
+    factbook_table,
+    method_labels,
+    returns_table,
+    seed_scores,
+)
 from benchmarks.markdown_table import MethodTable, markdown
-from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evaluation.compare import Comparison, compare
+from outrider.errors import ConfigError, OutriderError
+from outrider.evaluation.compare import compare
 from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_interval, student_p
 from outrider.files import replace_file
 from outrider.training.resume import read_commit
@@ -220,7 +226,7 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         f"Expected: {question.expected}",
         state,
         scores.text,
-        *([returns_table(pair, (base, own))] if question.measure == "return" else []),
+        *([returns_table(pair, comparison)] if question.measure == "return" else []),
         f"{method.name} minus {baseline.name}, {compared}: {100 * difference.value:+.1f} points"
         + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
         + f"{tests if is_verdict else ''}.",
@@ -241,31 +247,6 @@ def outcome(winner: str | None, difference: Estimate, *, method: str) -> str:
         return "win" if winner == method else "loss"
     is_tied = difference.has_interval and difference.low >= -TIE and difference.high <= TIE
     return "tie" if is_tied else "undecided"
-
-
-def seed_scores(comparison: Comparison, label: str, measure: str) -> dict[int, float]:
-    """Return success or mean return in the last evaluation of each run of a group, by its seed. Raises
-    DataError for an evaluation without a mean return.
-    """
-    [group] = [group for group in comparison.groups if group.label == label]
-    scores = {}
-    for run in group.runs:
-        last = run.evaluations[-1]
-        score = last.score if measure == "success" else last.mean_return
-        if score is None:
-            raise DataError(f"{run.name}: its last evaluation has no mean return")
-        scores[int(run.config["seed"])] = score
-    return scores
-
-
-def returns_table(chosen: Sequence[Method], returns: Sequence[Mapping[int, float]]) -> str:
-    """The mean return of the last evaluation of every seed, as Markdown."""
-    return markdown(
-        ("method", "mean return", "seed: return"),
-        [(method.name, f"{fmean(scores.values()):.3f}",
-          ", ".join(f"{seed}: {value:.3f}" for seed, value in scores.items()))
-         for method, scores in zip(chosen, returns, strict=True)],
-    )  # fmt: skip
 
 
 def paired_difference(differences: Sequence[float]) -> tuple[Estimate, float]:

@@ -228,7 +228,9 @@ def test_a_method_that_the_benchmarks_do_not_have_is_named_by_its_record(packed:
         "names": {"mine": "Mine"},
     }  # fmt: skip
     write_record(packed, "runs", record)
-    assert "| Mine | 100.0 % (one seed) | 1 | 200 |" in render_all(packed / "records")["league"]
+    figures = render_all(packed / "records")
+    assert "| Mine | 100.0 % (one seed) | 1 | 200 |" in figures["league"]
+    assert "| Mine | 1.000 | 0: 1.000 |" in figures["runs/returns"]
 
 
 def test_runs_of_one_method_with_different_settings_are_refused(packed: Path) -> None:
