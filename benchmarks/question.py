@@ -49,7 +49,9 @@ from outrider.training.resume import read_commit
 
 MIN_SEEDS: Final = 10
 TIE: Final = 0.08
-"""Half of the width of the interval in which methods are tied, as a share of the tasks."""
+"""Half of the width of the interval in which methods are tied: a share of the tasks, or a return of at most
+1.
+"""
 MEANS: Final = {"success": "means", "return": "mean returns"}
 """How the output names the means of each measure."""
 
@@ -217,7 +219,10 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
     else:
         state = f"Verdict: **{result}** of {method.name} against {baseline.name}."
-    low, high = 100 * difference.low, 100 * difference.high
+    factor, unit, digits = (1, "", 3) if question.measure == "return" else (100, " points", 1)
+    value, low, high = (
+        f"{factor * part:+.{digits}f}" for part in (difference.value, difference.low, difference.high)
+    )
     scores = factbook_table(pair, comparison)
     if question.pairs_seeds or not is_verdict:  # one rule, and no conclusion from incomplete results
         scores = MethodTable(scores.header[:-1], [row[:-1] for row in scores.rows])
@@ -227,8 +232,8 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         state,
         scores.text,
         *([returns_table(pair, comparison)] if question.measure == "return" else []),
-        f"{method.name} minus {baseline.name}, {compared}: {100 * difference.value:+.1f} points"
-        + (f" [{low:+.1f}, {high:+.1f}]" if difference.has_interval else "")
+        f"{method.name} minus {baseline.name}, {compared}: {value}{unit}"
+        + (f" [{low}, {high}]" if difference.has_interval else "")
         + f"{tests if is_verdict else ''}.",
         *(_calls(question, plan, seeds, pair, is_verdict=is_verdict) if question.levels else []),
         seconds_table(question, plan, by_key),

@@ -119,7 +119,7 @@ group_size = 8                  # rollouts per task
 # probability = 0.7             # probability of a retrieval before a turn, at the first step
 # schedule = "linear"           # the probability falls over the run
 # final_probability = 0.0       # and ends here: the policy then acts without retrieval, as in evaluation
-# form = "turn"                 # show a step as an ordinary turn (with the tag protocol only)
+# form = "turn"                 # show a step as an ordinary turn (tag protocol, or mode = "execute")
 # min_similarity = 0.99         # retrieve only from nearly identical situations
 # [buffer]
 # # path = "steps.sqlite"       # from: outrider buffer build THIS_FILE --out steps.sqlite; default: experts

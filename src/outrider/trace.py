@@ -343,6 +343,18 @@ class PolicyTurn:
     node: Node
 
 
+def without_retrieved(path: Sequence[Node]) -> list[Node]:
+    """Return the path without retrieved steps and the environment's answers to them."""
+    kept: list[Node] = []
+    is_inside = False
+    for node in path:
+        if node.origin is Origin.BUFFER or node.receives_advantages:
+            is_inside = node.origin is Origin.BUFFER
+        if not (is_inside and node.origin in (Origin.BUFFER, Origin.ENVIRONMENT)):
+            kept.append(node)
+    return kept
+
+
 def policy_turns(path: Sequence[Node]) -> list[PolicyTurn]:
     """Return the policy's turns, each with the newest observation before it."""
     turns: list[PolicyTurn] = []

@@ -228,12 +228,18 @@ def test_the_modes_are_those_of_both_methods(size: int, hybrid: int, p: float, s
     assert tip_mode("hybrid") == tip_mode("on_policy") == PLAIN
 
 
-def test_hooks_act_in_the_order_tips_retrieval_branches(tmp_path: Path) -> None:
+def test_tips_come_before_a_retrieved_text_and_after_a_retrieved_turn(
+    tmp_path: Path,
+) -> None:
     chosen = validate(CombinedSettings, {"type": "combined", **SHARED, **SECTIONS})
     with StepTraceBuffer(tmp_path / "b.sqlite", load_embedder("hash"), mode="write") as buffer:
         method = Combined(chosen, buffer=buffer, embedder=HashEmbedder(), vocabulary_size=9)
         assert [type(hook) for hook in method.hooks] == [TipHook, RetrievalHook, BranchHook]
         assert method.remembers and len(method.counts()) == 1 and method.label == "combined"
+        table = {**SECTIONS, "retrieval": {**SECTIONS["retrieval"], "mode": "execute", "form": "turn"}}
+        chosen = validate(CombinedSettings, {"type": "combined", **SHARED, **table})
+        method = Combined(chosen, buffer=buffer, embedder=HashEmbedder(), vocabulary_size=9)
+        assert [type(hook) for hook in method.hooks] == [RetrievalHook, TipHook, BranchHook]
     bare = Combined(validate(CombinedSettings, {"type": "combined"}))
     assert not bare.remembers and bare.hooks == () and bare.label == "grpo"
 

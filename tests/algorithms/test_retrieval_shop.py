@@ -3,13 +3,15 @@ real buffer.
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.algorithms.exploration import Rapo, RapoSettings
-from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings
+from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, retrieved_share
+from outrider.algorithms.tips import answered_turns
 from outrider.engines.base import Request
 from outrider.environments.base import Episode
 from outrider.environments.webshop import environment as webshop_text
@@ -126,34 +128,58 @@ class Tip(Hook):
 
 def test_a_tip_after_a_retrieved_turn_is_at_the_end_of_its_observation(buffer: StepTraceBuffer) -> None:
     settings = RetrievalSettings(mode="execute", probability=1.0, scope="same_task", form="turn")
-    renderer, num_checked = ChatRenderer(TOKENIZER), 0
-    assert renderer.opening
+    opening, num_checked = ChatRenderer(TOKENIZER).opening, 0
+    assert opening
     paths: list[list[list[Node]]] = []
     for others in ((), (Tip(),)):
         hook = RetrievalHook(settings, buffer=buffer, num_training_steps=1)
         traces = run(lambda request, _: "<action>search[lamp]</action>", LIMITS, "hybrid", hook, *others)
         paths.append([list(path) for trace in traces for _, path in trace.rollouts()])
     for plain, tipped in zip(*paths, strict=True):
-        kept = [node for node in tipped if node.origin is not Origin.MEMORY]
-        ids = [[i for node in nodes for i in node.token_ids] for nodes in (plain, kept)]
-        assert ids[0] == ids[1]
-        for before, tip, after in zip(tipped, tipped[1:], tipped[2:], strict=False):
-            if before.origin is Origin.BUFFER and tip.origin is Origin.MEMORY:
-                assert after.token_ids == renderer.opening and before.metadata["step_ids"]
+        untipped = [node for node in tipped if node.origin is not Origin.MEMORY]
+        ids = [[i for node in nodes for i in node.token_ids] for nodes in (plain, untipped)]
+        assert ids[0] == ids[1] and retrieved_share(plain) == retrieved_share(tipped)
+        for step, observation, tip, end in zip(tipped, tipped[1:], tipped[2:], tipped[3:], strict=False):
+            if step.origin is Origin.BUFFER and tip.origin is Origin.MEMORY:
+                assert observation.message.content == step.metadata["observation"]
+                assert end.token_ids == opening
                 num_checked += 1
     assert num_checked
 
 
 def test_a_turn_without_room_ends_the_rollout(buffer: StepTraceBuffer) -> None:
-    limits = LIMITS.model_copy(update={"max_splice_tokens": 3})
-    traces, hook = play(
-        buffer, "<action>click[back to search]</action>", limits, scope="same_task", form="turn"
-    )
-    ended = [path for trace in traces for leaf, path in trace.rollouts()
-             if leaf.outcome is Outcome.TRUNCATED_TOKENS]  # fmt: skip
-    assert len(ended) == hook.counts["retrievals"] - hook.counts["refused"] > 0
-    assert all(path[-1].metadata["attempted"] for path in ended)
-    assert not any(node.origin is Origin.BUFFER for trace in traces for node in trace.nodes)
+    """Or its observation: the state has changed, but the policy cannot see how."""
+    room = LIMITS.model_copy(update={"max_observation_tokens": 40, "max_response_tokens": 100})
+    num_ended = 0
+    for size in range(room.max_response_tokens, 300, 4):
+        limits = room.model_copy(update={"max_response_tokens": size})
+        traces, _ = play(
+            buffer, "<action>click[back to search]</action>", limits, scope="same_task", form="turn"
+        )
+        for trace in traces:
+            for leaf, path in trace.rollouts():
+                num_tokens = sum(len(node.token_ids) for node in path[1:])
+                assert num_tokens <= size
+                if path[-1].origin is Origin.BUFFER or "attempted" in path[-1].metadata:
+                    num_ended += leaf.outcome is Outcome.TRUNCATED_TOKENS
+    assert num_ended
+
+
+def test_a_retrieved_turn_is_no_turn_of_the_policy(buffer: StepTraceBuffer) -> None:
+    """Its observation answers no action of the policy, and counts as retrieved."""
+    traces, _ = play(buffer, "<action>click[back to search]</action>", scope="same_task", form="turn")
+    for trace in traces:
+        for _, path in trace.rollouts():
+            answers: dict[bool, list[Node]] = {True: [], False: []}  # whether the policy acted
+            for node, after in pairwise(path):
+                if after.origin is Origin.ENVIRONMENT:
+                    answers[node.trainable].append(after)
+            texts = [*(node.message.content for node in answers[True]), "end"]
+            found = [answer for _, answer in answered_turns(path, "end")]
+            assert found == texts[: len(found)] and len(found) == sum(node.trainable for node in path)
+            retrieved = [node for node in path if node.origin is Origin.BUFFER] + answers[False]
+            num_retrieved, num_all = (sum(len(n.token_ids) for n in nodes) for nodes in (retrieved, path[1:]))
+            assert retrieved_share(path) == num_retrieved / num_all
 
 
 @pytest.mark.parametrize("form", ["tags", "turn"])

@@ -155,7 +155,7 @@ def test_a_question_about_returns_tests_returns(tmp_path: Path, capsys: pytest.C
     state_commit(tmp_path / "out", commit(tmp_path))
     status, text = result(tmp_path, capsys, records)
     assert status == 0 and "Verdict: **loss** of RAPO against GRPO." in text
-    assert "RAPO minus GRPO, mean returns over seeds, paired: -300.0 points" in text
+    assert "RAPO minus GRPO, mean returns over seeds, paired: -3.000" in text
     assert "| GRPO | 5.450 |" in text and "3: 2.300" in text
     records.write_text(records.read_text().replace("pairs_seeds = true\n", ""))
     assert main(["Q", "--out", str(tmp_path / "out"), "--verdict", "--records", str(records)]) == 2

@@ -153,6 +153,27 @@ def test_the_same_environment_gives_the_same(
     assert family.num_factories_open == 0
 
 
+def test_a_retrieved_turn_is_replayed_with_its_observation(
+    family: ToyTaskSet, tmp_path: Path, capsys: Any
+) -> None:
+    class Turns(Shows):
+        def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
+            def then(result: StepResult) -> Splice:
+                facts = {"step_ids": [], "similarity": 1.0, "agent": "x"}
+                return Splice(origin=Origin.BUFFER, text="", as_turn=True, metadata=facts)
+
+            return [Attempt(action="<ask>a</ask>", then=then)] if super().before_turn(state) else ()
+
+    family.role = "user"
+    traces = record(tmp_path / "run", family, "execute", hook=Turns)
+    shown = [node for trace in traces for node in trace.nodes if node.origin is Origin.BUFFER]
+    assert shown and all(node.message.role == "assistant" for node in shown)
+    assert replay_step(tmp_path / "run", STEP) == 0
+    family.words = "it was"
+    capsys.readouterr()
+    assert replay_step(tmp_path / "run", STEP) == 1
+
+
 def test_what_was_tried_without_a_word_of_it_is_tried_again(
     family: ToyTaskSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -431,6 +431,8 @@ class Exploration(Algorithm):
                 parts.retrieval, buffer=buffer, num_training_steps=num_training_steps
             )
             hooks.append(self.retrieval)
+            if parts.retrieval.mode == "execute" and parts.retrieval.form == "turn":
+                hooks.reverse()  # the tips of the state to which a retrieved turn leads
         if parts.branch is not None:
             hooks.append(
                 BranchHook(

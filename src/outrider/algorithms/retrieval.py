@@ -30,7 +30,7 @@ from outrider.rollout.hooks import (
     has_part,
     join_observation,
 )
-from outrider.trace import Node, Trace
+from outrider.trace import Node, Trace, without_retrieved
 from outrider.types import Origin, Step, Task
 
 _SHARPNESS = 2.0  # the factor 2 in the gain g = tanh(2 * change)
@@ -250,12 +250,13 @@ def entropies_around_retrievals(path: Sequence[Node]) -> list[tuple[float, float
 def retrieved_share(path: Sequence[Node]) -> float:
     """Return ``F_ret``: retrieved tokens over all response tokens of a rollout, without the prompt (Eq. 8).
 
+    The environment's answer to an executed step counts as retrieved.
     Tips are not part of the response, so the scale is the same whether the update is with or without tips.
     """
     response = [node for node in path if node.origin not in (Origin.PROMPT, Origin.MEMORY)]
-    num_retrieved = sum(len(node.token_ids) for node in response if node.origin is Origin.BUFFER)
     num_response = sum(len(node.token_ids) for node in response)
-    return num_retrieved / num_response if num_response else 0.0
+    num_own = sum(len(node.token_ids) for node in without_retrieved(response))
+    return (num_response - num_own) / num_response if num_response else 0.0
 
 
 class RetrievalSettings(Settings):
@@ -268,7 +269,7 @@ class RetrievalSettings(Settings):
     environment and inserts the real observation. ``level`` "trajectory" inserts the retrieved step with all
     non-terminal steps after it, "segment" with a uniformly random number of them (including none and all).
     ``form`` "tags" inserts it inside ``<retrieve>`` (the paper), "turn" as if the policy had written it, for
-    the tag protocol and for ``mode`` "execute" (docs/algorithms/rapo.md). ``min_similarity``: minimum cosine
+    the tag protocol and for execution (docs/algorithms/rapo.md). ``min_similarity``: minimum cosine
     between the history and the key of a step (None: no minimum). For example, close to 1 a rollout only
     retrieves steps that were taken in a situation like its own.
     """
@@ -462,14 +463,9 @@ class RetrievalHook(Hook):
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
             text = self._format(join_observation(hit.record.text, observation))
             messages = result.observations
-            is_message = self.settings.form == "turn" and all(one.role != "inline" for one in messages)
-            return Splice(
-                origin=Origin.BUFFER,
-                text=text,
-                step=step,
-                observations=messages if is_message else (),
-                metadata=metadata,
-            )
+            is_inline = not messages or messages[0].role == "inline"
+            as_turn = self.settings.form == "turn" and not is_inline
+            return Splice(origin=Origin.BUFFER, text=text, step=step, as_turn=as_turn, metadata=metadata)
 
         return Attempt(action=hit.record.text, then=then)
 

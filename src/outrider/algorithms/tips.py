@@ -23,7 +23,7 @@ from outrider.plugins.registry import EmbedderName
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part
 from outrider.seeding import stream
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import Leaf, Node, Trace, policy_turns
+from outrider.trace import Leaf, Node, Trace, policy_turns, without_retrieved
 from outrider.types import Message, Origin, Task
 
 TipMode = Literal["plain", "tips_on", "tips_off"]
@@ -79,9 +79,10 @@ def answered_turns(path: Sequence[Node], ending: str) -> list[tuple[Node, str]]:
     response, the path ends with that response.
     """
     # An executed retrieved step is neither an action of the policy nor the response to one.
-    turns = policy_turns([node for node in path if node.origin is not Origin.BUFFER])
+    own = without_retrieved(path)
+    turns = policy_turns(own)
     answers = [turn.observation for turn in turns[1:]]
-    last = path[-1] if path else None
+    last = own[-1] if own else None
     answers.append(last.message.content if last is not None and last.origin is Origin.ENVIRONMENT else ending)
     return [(turn.node, answer) for turn, answer in zip(turns, answers, strict=True)] if turns else []
 

@@ -397,7 +397,9 @@ class EpisodeRunner:
             _record_failed_calls(state, state.episode.read(action), fault)
             raise
         splice = attempt.then(result)
-        if splice is not None:
+        if splice is not None and splice.as_turn:
+            self._append_turn(state, splice, attempt.action)
+        elif splice is not None:
             self._splice(state, splice, room=1)
         if state.last_node is not before:
             state.last_node.reward = result.reward
@@ -408,7 +410,33 @@ class EpisodeRunner:
             before.metadata.setdefault("attempted", []).append(action)
             if splice is not None and not result.done:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
-        return episode_outcome(result) if result.done else None
+        if result.done:
+            return episode_outcome(result)
+        if splice is None or not splice.as_turn:
+            return None
+        outcome = self._observe(state, result, FinishReason.EOS)
+        state.last_node.metadata.pop(BODY, None)  # no observation of the policy's own action
+        return outcome
+
+    def _append_turn(self, state: EpisodeState, splice: Splice, action: str) -> None:
+        """Append a hook's action as a turn of its own. A turn without room is counted and left out."""
+        require_no_rerendering(self.renderer)
+        context = state.trace.token_ids(state.last_node.node_id)
+        ids, is_closed = self._demonstrated_turn(state, action)
+        if len(ids) >= self._num_tokens_left(state):
+            state.num_splices_dropped += 1
+            return
+        text = self.renderer.turn_text(ids, context=context, is_closed=is_closed)
+        state.last_node = state.trace.append(
+            parent=state.last_node.node_id,
+            origin=splice.origin,
+            token_ids=tuple(ids),
+            message=Message(role="assistant", content=text),
+            metadata=dict(splice.metadata) | {"num_tokens_cut": 0, "rollout": state.rollout},
+        )
+        state.num_response_tokens += len(ids)
+        if splice.step is not None:
+            state.steps.append(splice.step)
 
     def _demonstrated_turn(self, state: EpisodeState, text: str) -> tuple[Sequence[int], bool]:
         """Return the ids that a rollout of the demonstrator would have, and whether they end the message."""
@@ -453,16 +481,8 @@ class EpisodeRunner:
             state.num_splices_dropped += not is_shown
             return
         limit = self.limits.max_splice_tokens
-        messages: Sequence[Message] = [to_message(splice)]
-        turn_ids: Sequence[int] = ()
-        if splice.step is not None and splice.observations:
-            messages = splice.observations
-            turn_ids, _ = self._demonstrated_turn(state, splice.step.text)
-            limit = min(limit - len(turn_ids), self.limits.max_observation_tokens)
-        if limit <= 0 or not self._append(
-            state, splice.origin, messages, limit, dict(splice.metadata),
-            room=room, turn_ids=turn_ids, shown=to_message(splice),
-        ):  # fmt: skip
+        metadata = dict(splice.metadata)
+        if not self._append(state, splice.origin, [to_message(splice)], limit, metadata, room=room):
             state.num_splices_dropped += 1
         elif splice.step is not None:
             state.steps.append(splice.step)
@@ -510,28 +530,23 @@ class EpisodeRunner:
         metadata: dict[str, object],
         *,
         room: int = 1,
-        turn_ids: Sequence[int] = (),
-        shown: Message | None = None,
     ) -> bool:
-        """Append messages that the policy did not write, after a turn ``turn_ids`` that it did not write.
+        """Append messages that the policy did not write.
 
         Messages over ``limit`` tokens are truncated; the text and the node's metadata mark the cut. Returns
-        False and appends nothing if fewer than ``room`` tokens would remain for the policy. The node stores
-        ``shown`` in place of the messages.
+        False and appends nothing if fewer than ``room`` tokens would remain for the policy.
         """
-        context = (*state.trace.token_ids(state.last_node.node_id), *turn_ids)
+        context = state.trace.token_ids(state.last_node.node_id)
         token_ids, num_cut = render_bridge(context, messages, limit, renderer=self.renderer)
-        token_ids = (*turn_ids, *token_ids)
         if len(token_ids) > self._num_tokens_left(state) - room:
             return False
-        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout}
-        metadata |= message_parts([shown] if shown is not None else messages)
+        metadata |= {"num_tokens_cut": num_cut, "rollout": state.rollout} | message_parts(messages)
         if self.marks_observations and origin is Origin.ENVIRONMENT:
             cut = cut_messages(context, messages, limit, renderer=self.renderer)[0]
             metadata[BODY] = body_spans(token_ids, context, cut, renderer=self.renderer)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=origin, token_ids=token_ids,
-            message=join_messages(messages) if shown is None else shown,
+            message=join_messages(messages),
             metadata=metadata,
         )  # fmt: skip
         state.num_response_tokens += len(token_ids)
@@ -815,7 +830,7 @@ def show_tip(
     rest: tuple[int, ...] = ()
     opening = renderer.opening
     if (
-        newest.origin in (Origin.PROMPT, Origin.ENVIRONMENT, Origin.BUFFER)
+        newest.origin in (Origin.PROMPT, Origin.ENVIRONMENT)
         and opening
         and newest.token_ids[-len(opening) :] == opening
     ):
@@ -828,7 +843,7 @@ def show_tip(
     if rest:
         state.last_node = trace.append(
             parent=state.last_node.node_id,
-            origin=Origin.PROMPT if parent.origin is Origin.PROMPT else Origin.ENVIRONMENT,
+            origin=parent.origin,
             token_ids=rest,
             message=Message(role="user", content=""),
             metadata={"rollout": state.rollout},

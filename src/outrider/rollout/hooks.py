@@ -36,21 +36,21 @@ class Splice:
     """Text that a hook puts into the context before the policy's next turn.
 
     A tip (origin ``memory``) is inserted at the end of the newest user message if that is the last message.
-    Any other text continues the open assistant message, or with ``observations`` the step is an assistant
-    message of its own, as if the policy had written it, followed by these messages.
+    Any other text continues the open assistant message.
 
     Attributes:
         origin: who wrote the text; recorded on the node.
         text: the text to insert.
         step: the step that the text represents, which is added to the history; None if it represents none.
-        observations: messages with which the environment answered the step.
+        as_turn: whether an executed action (:class:`Attempt`) is an assistant message of its own, as if the
+            policy had written it, followed by the environment's messages.
         metadata: added to the node's metadata.
     """
 
     origin: Origin
     text: str
     step: Step | None = None
-    observations: tuple[Message, ...] = ()
+    as_turn: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
 

@@ -170,7 +170,7 @@ def _compare_observation(
     row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
 ) -> Difference | None:
     text = _escape_surrogates(result.text)
-    if row.origin is Origin.BUFFER:
+    if row.origin is Origin.BUFFER and row.role != "assistant":
         same = _inner_text(row).strip().endswith(text.strip())
         return (
             None
