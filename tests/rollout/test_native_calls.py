@@ -10,12 +10,14 @@ import pytest
 from outrider.engines.base import Request
 from outrider.engines.chat import ChatEndpoint, ChatReply, EndpointSettings
 from outrider.engines.scripted import ScriptedEngine
-from outrider.environments.base import EpisodeFactory
+from outrider.environments.base import EpisodeFactory, StepResult
 from outrider.environments.tool_qa.environment import EpisodeConfig, ToolsConfig
+from outrider.errors import ConfigError, ModelError
 from outrider.memory.chat_files import import_trajectories
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling, play_texts
 from outrider.rollout.experts import join_demonstration, play_experts
+from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
@@ -89,6 +91,7 @@ def play(
     form: str | None = "hermes",
     tool: Tool | None = None,
     limits: Limits | None = None,
+    hooks: Sequence[Hook] = (),
     **options: Any,
 ) -> tuple[Trace, ChatRenderer, EpisodeFactory]:
     """One rollout of scripted turns with the chat template of the model family ``name``."""
@@ -104,6 +107,7 @@ def play(
         limits=limits or Limits(step_timeout_s=60, max_turn_tokens=1000, max_response_tokens=4000),
         sampling=Sampling(stop=("</search>", "</answer>") if form is None else ()),
         run_seed=0,
+        hooks=hooks,
     )
     [trace] = scheduler.run([TASK], modes=("m",), training_step=0).traces
     return trace, renderer, factory
@@ -170,6 +174,35 @@ def test_several_long_results_are_truncated_one_by_one() -> None:
     text = str(renderer.tokenizer.decode(path[2].token_ids, skip_special_tokens=False))
     assert text.count("<tool_response>") == text.count("</tool_response>") == text.count("[...]") == 2
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
+    """Also with several results."""
+    turns = [f"One.\n{call('x')}", text := f"Both.\n{call('y')}\n{call('z')}", "\\boxed{Paris}"]
+    try:
+        plain, renderer, _ = play(name, turns)
+    except (ModelError, ConfigError) as error:
+        pytest.skip(f"no native calls: {error}")
+    if renderer.opened(plain.nodes[0].token_ids):
+        pytest.skip("a demonstration closes the thinking that the template has opened")
+    if renderer.closing.next_roles:
+        pytest.skip("the scripted policy ends its turns as if the user followed")
+
+    class Retrieves(Hook):
+        def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+            def then(result: StepResult) -> Splice:
+                step = Step(text=text, observation=result.text)
+                return Splice(origin=Origin.BUFFER, text="", step=step, as_turn=True)
+
+            return [Attempt(action=text, then=then)] if state.turn == 1 else []
+
+    hybrid, _, _ = play(name, [turns[0], turns[2]], hooks=[Retrieves()])
+    [(_, own)], [(_, path)] = plain.rollouts(), hybrid.rollouts()
+    assert [node.origin for node in path][3:5] == [Origin.BUFFER, Origin.ENVIRONMENT]
+    assert [(node.token_ids, node.message) for node in path] == [
+        (node.token_ids, node.message) for node in own
+    ]
 
 
 def test_an_unreadable_call_is_answered_with_an_explanation() -> None:
