@@ -193,9 +193,9 @@ def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
         def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
             def then(result: StepResult) -> Splice:
                 step = Step(text=text, observation=result.text)
-                return Splice(origin=Origin.BUFFER, text="", step=step, as_turn=True)
+                return Splice(origin=Origin.BUFFER, text="", step=step)
 
-            return [Attempt(action=text, then=then)] if state.turn == 1 else []
+            return [Attempt(action=text, then=then, as_turn=True)] if state.turn == 1 else []
 
     hybrid, _, _ = play(name, [turns[0], turns[2]], hooks=[Retrieves()])
     [(_, own)], [(_, path)] = plain.rollouts(), hybrid.rollouts()
@@ -203,6 +203,24 @@ def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
     assert [(node.token_ids, node.message) for node in path] == [
         (node.token_ids, node.message) for node in own
     ]
+
+
+@pytest.mark.parametrize("limits", [{"max_splice_tokens": 3}, {"max_response_tokens": 160}])
+def test_a_retrieved_turn_without_room_is_not_executed(limits: Mapping[str, int]) -> None:
+    turns, text = [f"One.\n{call('x')}", "\\boxed{Paris}"], f"Two.\n{call('a long query ' * 20)}"
+
+    class Retrieves(Hook):
+        def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+            def then(result: StepResult) -> Splice:
+                raise AssertionError("executed")
+
+            return [Attempt(action=text, then=then, as_turn=True)] if state.turn == 1 else []
+
+    room = Limits(step_timeout_s=60, max_turn_tokens=1000, **{"max_response_tokens": 4000, **limits})
+    trace, _, _ = play("qwen2.5", turns, hooks=[Retrieves()], limits=room)
+    [(leaf, path)] = trace.rollouts()
+    assert leaf.outcome is Outcome.FINISHED
+    assert [node.metadata["num_splices_dropped"] for node in path if node.trainable] == [0, 1]
 
 
 def test_an_unreadable_call_is_answered_with_an_explanation() -> None:

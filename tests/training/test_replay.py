@@ -160,9 +160,10 @@ def test_a_retrieved_turn_is_replayed_with_its_observation(
         def before_turn(self, state: EpisodeState) -> Sequence[Splice | Attempt]:
             def then(result: StepResult) -> Splice:
                 facts = {"step_ids": [], "similarity": 1.0, "agent": "x"}
-                return Splice(origin=Origin.BUFFER, text="", as_turn=True, metadata=facts)
+                return Splice(origin=Origin.BUFFER, text="", metadata=facts)
 
-            return [Attempt(action="<ask>a</ask>", then=then)] if super().before_turn(state) else ()
+            attempt = Attempt(action="<ask>a</ask>", then=then, as_turn=True)
+            return [attempt] if super().before_turn(state) else ()
 
     family.role = "user"
     traces = record(tmp_path / "run", family, "execute", hook=Turns)

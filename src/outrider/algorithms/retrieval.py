@@ -462,12 +462,9 @@ class RetrievalHook(Hook):
             }
             step = Step(text=hit.record.text, observation=observation, is_terminal=result.done)
             text = self._format(join_observation(hit.record.text, observation))
-            messages = result.observations
-            is_inline = not messages or messages[0].role == "inline"
-            as_turn = self.settings.form == "turn" and not is_inline
-            return Splice(origin=Origin.BUFFER, text=text, step=step, as_turn=as_turn, metadata=metadata)
+            return Splice(origin=Origin.BUFFER, text=text, step=step, metadata=metadata)
 
-        return Attempt(action=hit.record.text, then=then)
+        return Attempt(action=hit.record.text, then=then, as_turn=self.settings.form == "turn")
 
     def _metadata(self, hit: Hit, step_ids: list[int], *, num_calls_saved: int) -> dict[str, object]:
         return {

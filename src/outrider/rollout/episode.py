@@ -389,6 +389,11 @@ class EpisodeRunner:
 
         The environment's state changes even if the text of the splice does not fit into the context.
         """
+        if attempt.as_turn:
+            ids, _ = self._demonstrated_turn(state, attempt.action)
+            if len(ids) > min(self.limits.max_splice_tokens, self._num_tokens_left(state) - 1):
+                state.num_splices_dropped += 1
+                return None
         before = state.last_node
         action = state.episode.convert(attempt.action)
         try:
@@ -397,7 +402,9 @@ class EpisodeRunner:
             _record_failed_calls(state, state.episode.read(action), fault)
             raise
         splice = attempt.then(result)
-        if splice is not None and splice.as_turn:
+        is_inline = not result.observations or result.observations[0].role == "inline"
+        is_turn = splice is not None and attempt.as_turn and not is_inline
+        if splice is not None and is_turn:
             self._append_turn(state, splice, attempt.action)
         elif splice is not None:
             self._splice(state, splice, room=1)
@@ -412,20 +419,17 @@ class EpisodeRunner:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         if result.done:
             return episode_outcome(result)
-        if splice is None or not splice.as_turn:
+        if not is_turn:
             return None
         outcome = self._observe(state, result, FinishReason.EOS)
         state.last_node.metadata.pop(BODY, None)  # no observation of the policy's own action
         return outcome
 
     def _append_turn(self, state: EpisodeState, splice: Splice, action: str) -> None:
-        """Append a hook's action as a turn of its own. A turn without room is counted and left out."""
+        """Append a hook's action as a turn of its own."""
         require_no_rerendering(self.renderer)
         context = state.trace.token_ids(state.last_node.node_id)
         ids, is_closed = self._demonstrated_turn(state, action)
-        if len(ids) >= self._num_tokens_left(state):
-            state.num_splices_dropped += 1
-            return
         text = self.renderer.turn_text(ids, context=context, is_closed=is_closed)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id,

@@ -42,15 +42,12 @@ class Splice:
         origin: who wrote the text; recorded on the node.
         text: the text to insert.
         step: the step that the text represents, which is added to the history; None if it represents none.
-        as_turn: whether an executed action (:class:`Attempt`) is an assistant message of its own, as if the
-            policy had written it, followed by the environment's messages.
         metadata: added to the node's metadata.
     """
 
     origin: Origin
     text: str
     step: Step | None = None
-    as_turn: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -59,11 +56,16 @@ class Attempt:
     """An action that a hook executes in the live environment, with the step time limit and fault handling of
     the loop.
 
-    ``then`` makes the splice from the environment's result; it may return None to insert no text.
+    ``then`` makes the splice from the environment's result; it may return None to insert no text. With
+    ``as_turn``, the action is an assistant message of its own, as if the policy had written it, followed by
+    the environment's messages; ``Splice.text`` is used only if the environment answers inside the assistant's
+    message or not at all. Such an action is not executed if it has more than ``max_splice_tokens`` tokens, or
+    no room.
     """
 
     action: str
     then: Callable[[StepResult], Splice | None]
+    as_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
