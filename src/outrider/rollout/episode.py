@@ -389,11 +389,12 @@ class EpisodeRunner:
 
         The environment's state changes even if the text of the splice does not fit into the context.
         """
-        if attempt.as_turn:
-            ids, _ = self._demonstrated_turn(state, attempt.action)
-            if len(ids) > min(self.limits.max_splice_tokens, self._num_tokens_left(state) - 1):
-                state.num_splices_dropped += 1
-                return None
+        turn_ids = self._demonstrated_turn(state, attempt.action) if attempt.as_turn else None
+        if turn_ids and len(turn_ids[0]) > min(
+            self.limits.max_splice_tokens, self._num_tokens_left(state) - 1
+        ):
+            state.num_splices_dropped += 1
+            return None
         before = state.last_node
         action = state.episode.convert(attempt.action)
         try:
@@ -402,10 +403,10 @@ class EpisodeRunner:
             _record_failed_calls(state, state.episode.read(action), fault)
             raise
         splice = attempt.then(result)
-        is_inline = not result.observations or result.observations[0].role == "inline"
-        is_turn = splice is not None and attempt.as_turn and not is_inline
-        if splice is not None and is_turn:
-            self._append_turn(state, splice, attempt.action)
+        if not result.observations or result.observations[0].role == "inline":
+            turn_ids = None  # the assistant's message continues
+        if splice is not None and turn_ids:
+            self._append_turn(state, splice, *turn_ids)
         elif splice is not None:
             self._splice(state, splice, room=1)
         if state.last_node is not before:
@@ -419,17 +420,16 @@ class EpisodeRunner:
                 return Outcome.TRUNCATED_TOKENS  # the state changed, but the policy cannot see how
         if result.done:
             return episode_outcome(result)
-        if not is_turn:
+        if splice is None or not turn_ids:
             return None
         outcome = self._observe(state, result, FinishReason.EOS)
         state.last_node.metadata.pop(BODY, None)  # no observation of the policy's own action
         return outcome
 
-    def _append_turn(self, state: EpisodeState, splice: Splice, action: str) -> None:
+    def _append_turn(self, state: EpisodeState, splice: Splice, ids: Sequence[int], is_closed: bool) -> None:
         """Append a hook's action as a turn of its own."""
         require_no_rerendering(self.renderer)
         context = state.trace.token_ids(state.last_node.node_id)
-        ids, is_closed = self._demonstrated_turn(state, action)
         text = self.renderer.turn_text(ids, context=context, is_closed=is_closed)
         state.last_node = state.trace.append(
             parent=state.last_node.node_id,
