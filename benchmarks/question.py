@@ -52,8 +52,6 @@ TIE: Final = 0.08
 """Half of the width of the interval in which methods are tied: a share of the tasks, or a return of at most
 1.
 """
-MEANS: Final = {"success": "means", "return": "mean returns"}
-"""How the output names the means of each measure."""
 
 
 class Question(BaseModel):
@@ -201,7 +199,8 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         difference, p = paired_difference([own[seed] - base[seed] for seed in seeds])
         higher = labels[method.key if difference.value > 0 else baseline.key]
         winner = higher if p < ALPHA else None
-        compared = f"{MEANS[question.measure]} over seeds, paired"
+        means = "mean returns" if question.measure == "return" else "means"
+        compared = f"{means} over seeds, paired"
         tests = f"; t test of the differences by seed: p = {p:.3g}"
     else:
         difference, winner, compared = tested.difference, tested.verdict.winner, "interquartile means"
