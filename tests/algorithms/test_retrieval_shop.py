@@ -147,8 +147,8 @@ def test_a_tip_after_a_retrieved_turn_is_at_the_end_of_its_observation(buffer: S
     assert num_checked
 
 
-def test_a_turn_without_room_ends_the_rollout(buffer: StepTraceBuffer) -> None:
-    """Or its observation: the state has changed, but the policy cannot see how."""
+def test_a_turn_without_room_for_its_observation_ends_the_rollout(buffer: StepTraceBuffer) -> None:
+    """The state has changed, but the policy cannot see how."""
     room = LIMITS.model_copy(update={"max_observation_tokens": 40, "max_response_tokens": 100})
     num_ended = 0
     for size in range(room.max_response_tokens, 300, 4):

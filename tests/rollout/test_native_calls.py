@@ -23,7 +23,7 @@ from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tokens.call_formats import CALL_FORMATS, convert_calls, get_call_format, read_turn
 from outrider.tools.base import Tool, ToolOutput
-from outrider.trace import Trace
+from outrider.trace import Node, Trace
 from outrider.types import Json, Message, Origin, Outcome, Step, Task, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 from tests.tokens.family_templates import FAMILIES, byte_tokenizer
@@ -205,22 +205,49 @@ def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("limits", [{"max_splice_tokens": 3}, {"max_response_tokens": 160}])
-def test_a_retrieved_turn_without_room_is_not_executed(limits: Mapping[str, int]) -> None:
-    turns, text = [f"One.\n{call('x')}", "\\boxed{Paris}"], f"Two.\n{call('a long query ' * 20)}"
+class Retrieves(Hook):
+    """Executes ``text`` before the second turn."""
 
-    class Retrieves(Hook):
-        def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
-            def then(result: StepResult) -> Splice:
-                raise AssertionError("executed")
+    def __init__(self, text: str) -> None:
+        self.text, self.num_executed = text, 0
 
-            return [Attempt(action=text, then=then, as_turn=True)] if state.turn == 1 else []
+    def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+        def then(result: StepResult) -> Splice:
+            self.num_executed += 1
+            return Splice(origin=Origin.BUFFER, text="<retrieve>", step=Step(text=self.text, observation=""))
 
-    room = Limits(step_timeout_s=60, max_turn_tokens=1000, **{"max_response_tokens": 4000, **limits})
-    trace, _, _ = play("qwen2.5", turns, hooks=[Retrieves()], limits=room)
-    [(leaf, path)] = trace.rollouts()
-    assert leaf.outcome is Outcome.FINISHED
+        return [Attempt(action=self.text, then=then, as_turn=True)] if state.turn == 1 else []
+
+
+@pytest.mark.parametrize("limit", ["max_splice_tokens", "max_response_tokens"])
+def test_a_retrieved_turn_that_is_too_long_is_not_executed(limit: str) -> None:
+    turns, text = [f"One.\n{call('x')}", "\\boxed{Paris}"], f"Two.\n{call('a long query ' * 9)}"
+
+    def numbers(**given: int) -> tuple[int, list[Node]]:
+        hook = Retrieves(text)
+        limits = Limits(step_timeout_s=60, max_turn_tokens=1000, **{"max_response_tokens": 4000, **given})
+        [(_, path)] = play("qwen2.5", turns, hooks=[hook], limits=limits)[0].rollouts()
+        return hook.num_executed, path
+
+    _, path = numbers()
+    [position] = [place for place, node in enumerate(path) if node.origin is Origin.BUFFER]
+    size = len(path[position].token_ids)
+    if limit == "max_response_tokens":  # one token is left for the policy
+        size = sum(len(node.token_ids) for node in path[1 : position + 1]) + 1
+    assert numbers(**{limit: size})[0] == 1
+    num_executed, path = numbers(**{limit: size - 1})
+    assert num_executed == 0 and all(node.origin is not Origin.BUFFER for node in path)
     assert [node.metadata["num_splices_dropped"] for node in path if node.trainable] == [0, 1]
+
+
+def test_where_observations_are_inline_a_retrieved_turn_is_its_text() -> None:
+    """Its length is no reason to leave it out, because it is no turn."""
+    hook = Retrieves("<search>" + "long " * 90 + "</search>")
+    turns = ["<search>x</search>", "<answer>\\boxed{Paris}</answer>"]
+    limits = Limits(step_timeout_s=60, max_turn_tokens=1000, max_response_tokens=4000, max_splice_tokens=99)
+    [(_, path)] = play("qwen2.5", turns, form=None, hooks=[hook], limits=limits)[0].rollouts()
+    [shown] = [node for node in path if node.origin is Origin.BUFFER]
+    assert hook.num_executed == 1 and shown.message.content == "<retrieve>"
 
 
 def test_an_unreadable_call_is_answered_with_an_explanation() -> None:

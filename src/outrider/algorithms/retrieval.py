@@ -316,7 +316,7 @@ def scheduled_probability(settings: RetrievalSettings, training_step: int, num_t
 
 class RetrievalHook(Hook):
     """Inserts a retrieved step, with the scheduled probability, before every turn of a hybrid rollout except
-    the first. A policy turn always follows.
+    the first. A policy turn follows unless the step ends the rollout.
     """
 
     def __init__(

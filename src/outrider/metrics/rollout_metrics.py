@@ -148,7 +148,7 @@ ROLLOUT_METRICS: Final[tuple[Metric, ...]] = (
         ("num_cut", "steps", "retrieved steps cut at the token limit", "rare",
          "the limit against the buffer's step lengths"),
         ("num_dropped", "steps",
-         "retrieved steps not inserted because they would have left the policy no room",
+         "retrieved steps not inserted: too long for a turn, or no room left for the policy",
          "rare", "the token limits of a rollout and of a retrieved step"),
         ("num_unscored", "steps", "retrievals without a policy turn after them, not in Z", "rare",
          "rollout/truncated_fraction"),

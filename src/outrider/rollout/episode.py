@@ -330,9 +330,10 @@ class EpisodeRunner:
                 "finish": generation.finish_reason.value,
                 "rollout": state.rollout,
                 "num_splices_dropped": state.num_splices_dropped,
-            },
+            }
+            | ({"num_tips_dropped": state.num_tips_dropped} if state.num_tips_dropped else {}),
         )
-        state.num_splices_dropped = 0
+        state.num_splices_dropped = state.num_tips_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
         return generation.finish_reason, text
 
@@ -389,7 +390,9 @@ class EpisodeRunner:
 
         The environment's state changes even if the text of the splice does not fit into the context.
         """
-        turn_ids = self._demonstrated_turn(state, attempt.action) if attempt.as_turn else None
+        turn_ids = None
+        if attempt.as_turn and not (state.last_result and _is_inline(state.last_result)):
+            turn_ids = self._demonstrated_turn(state, attempt.action)
         if turn_ids and len(turn_ids[0]) > min(
             self.limits.max_splice_tokens, self._num_tokens_left(state) - 1
         ):
@@ -403,8 +406,8 @@ class EpisodeRunner:
             _record_failed_calls(state, state.episode.read(action), fault)
             raise
         splice = attempt.then(result)
-        if not result.observations or result.observations[0].role == "inline":
-            turn_ids = None  # the assistant's message continues
+        if not result.observations or _is_inline(result):
+            turn_ids = None
         if splice is not None and turn_ids:
             self._append_turn(state, splice, *turn_ids)
         elif splice is not None:
@@ -482,7 +485,7 @@ class EpisodeRunner:
             reserve = self.limits.max_response_tokens - state.num_response_tokens
             length = self._context_length
             is_shown = show_tip(state, splice, renderer=self.renderer, context_length=length, reserve=reserve)
-            state.num_splices_dropped += not is_shown
+            state.num_tips_dropped += not is_shown
             return
         limit = self.limits.max_splice_tokens
         metadata = dict(splice.metadata)
@@ -957,6 +960,11 @@ def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> 
 
 
 # Episodes of recorded texts, without a model and without tokens.
+
+
+def _is_inline(result: StepResult) -> bool:
+    """Whether the environment answers inside the assistant's message."""
+    return bool(result.observations) and result.observations[0].role == "inline"
 
 
 def play_texts(

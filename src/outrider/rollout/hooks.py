@@ -59,8 +59,8 @@ class Attempt:
     ``then`` makes the splice from the environment's result; it may return None to insert no text. With
     ``as_turn``, the action is an assistant message of its own, as if the policy had written it, followed by
     the environment's messages; ``Splice.text`` is used only if the environment answers inside the assistant's
-    message or not at all. Such an action is not executed if it has more than ``max_splice_tokens`` tokens, or
-    no room.
+    message or not at all. An action that would be a message is not executed if it has more than
+    ``max_splice_tokens`` tokens or no room. If the environment's answer has no room, the rollout ends.
     """
 
     action: str
@@ -94,7 +94,9 @@ class EpisodeState:
         last_node: the newest node of the rollout.
         turn: number of finished turns, of the policy or a demonstrator.
         num_response_tokens: tokens after the prompt, without tips.
-        num_splices_dropped: splices without room since the last policy turn.
+        num_splices_dropped: retrieved steps without room, and retrieved turns over the limit, since the last
+            policy turn.
+        num_tips_dropped: tips without room since then.
         steps: the history.
         is_forked: whether the next turn is the first turn of a fork. The parent's hooks have already acted
             before it.
@@ -116,6 +118,7 @@ class EpisodeState:
     turn: int = 0
     num_response_tokens: int = 0
     num_splices_dropped: int = 0
+    num_tips_dropped: int = 0
     steps: list[Step] = field(default_factory=list)
     is_forked: bool = False
     branch_streak: int = 0

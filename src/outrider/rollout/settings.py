@@ -32,7 +32,7 @@ class Limits(Settings):
     max_observation_tokens: int = Field(1024, ge=1)
     """Most tokens of one observation."""
     max_splice_tokens: int = Field(512, ge=1)
-    """Most tokens of one retrieved step. A longer one is cut, or left out if it would be a turn."""
+    """Most tokens of one retrieved step. A longer one is cut; as a turn in mode execute, it is left out."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Time limit of one step of the environment, tool calls included."""
 

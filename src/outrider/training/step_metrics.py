@@ -296,8 +296,9 @@ class Advice:
         if values.get("retrieval/num_dropped"):
             return (
                 f"{begin}{plural(values['retrieval/num_dropped'], 'step')} found no room: raise "
-                f"rollout.max_response_tokens (now {self.settings.rollout.max_response_tokens}) or lower "
-                "rollout.max_turn_tokens"
+                f"rollout.max_response_tokens (now {self.settings.rollout.max_response_tokens}), lower "
+                "rollout.max_turn_tokens, or, for retrieved turns, raise rollout.max_splice_tokens (now "
+                f"{self.settings.rollout.max_splice_tokens})"
             )
         if values.get("retrieval/num_no_candidate"):
             return begin + self._describe_missing_steps(values)
