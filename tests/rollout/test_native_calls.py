@@ -176,6 +176,20 @@ def test_several_long_results_are_truncated_one_by_one() -> None:
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
+class Retrieves(Hook):
+    """Executes ``text`` before the second turn."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.num_executed = text, 0
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
+        def then(result: StepResult) -> Splice:
+            self.num_executed += 1
+            return Splice(origin=Origin.BUFFER, text="<retrieve>", step=Step(text=self.text, observation=""))
+
+        return [Attempt(action=self.text, then=then, as_turn=True)] if state.turn == 1 else []
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
     """Also with several results."""
@@ -189,34 +203,12 @@ def test_a_retrieved_turn_has_the_tokens_of_the_policys_own(name: str) -> None:
     if renderer.closing.next_roles:
         pytest.skip("the scripted policy ends its turns as if the user followed")
 
-    class Retrieves(Hook):
-        def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
-            def then(result: StepResult) -> Splice:
-                step = Step(text=text, observation=result.text)
-                return Splice(origin=Origin.BUFFER, text="", step=step)
-
-            return [Attempt(action=text, then=then, as_turn=True)] if state.turn == 1 else []
-
-    hybrid, _, _ = play(name, [turns[0], turns[2]], hooks=[Retrieves()])
+    hybrid, _, _ = play(name, [turns[0], turns[2]], hooks=[Retrieves(text)])
     [(_, own)], [(_, path)] = plain.rollouts(), hybrid.rollouts()
     assert [node.origin for node in path][3:5] == [Origin.BUFFER, Origin.ENVIRONMENT]
     assert [(node.token_ids, node.message) for node in path] == [
         (node.token_ids, node.message) for node in own
     ]
-
-
-class Retrieves(Hook):
-    """Executes ``text`` before the second turn."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.num_executed = text, 0
-
-    def before_turn(self, state: EpisodeState) -> Sequence[Attempt]:
-        def then(result: StepResult) -> Splice:
-            self.num_executed += 1
-            return Splice(origin=Origin.BUFFER, text="<retrieve>", step=Step(text=self.text, observation=""))
-
-        return [Attempt(action=self.text, then=then, as_turn=True)] if state.turn == 1 else []
 
 
 @pytest.mark.parametrize("limit", ["max_splice_tokens", "max_response_tokens"])

@@ -958,12 +958,12 @@ def _with_ending(state: EpisodeState, limit: int, *, renderer: ChatRenderer) -> 
     return replace(state, last_result=replace(last, message=message, messages=())), num_ending_tokens
 
 
-# Episodes of recorded texts, without a model and without tokens.
-
-
 def _is_inline(result: StepResult) -> bool:
     """Whether the environment answers inside the assistant's message."""
     return bool(result.observations) and result.observations[0].role == "inline"
+
+
+# Episodes of recorded texts, without a model and without tokens.
 
 
 def play_texts(
