@@ -120,6 +120,11 @@ def test_no_episode_ends_because_of_tips(context: int, length: int, max_response
         assert ids(other, plain=True) == ids(one, plain=False)
         assert [leaf.outcome for leaf, _ in other.rollouts()] == [leaf.outcome for leaf, _ in one.rollouts()]
         assert all(len(path) <= context for path in ids(other, plain=False))
+        for _, path in other.rollouts():
+            turns = [node.metadata for node in path if node.trainable]
+            num_shown = sum(node.origin is Origin.MEMORY for node in path)
+            assert num_shown + sum(data.get("num_tips_dropped", 0) for data in turns) == len(turns)
+            assert not any(data["num_splices_dropped"] for data in turns)  # those of retrieval
 
 
 @pytest.mark.parametrize("role", ["user", "inline"])

@@ -411,7 +411,7 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         "tips/num_shown": float(sum(len(node.metadata["tip_ids"]) for node in shown)),
         "tips/num_dropped": float(counts["dropped"]),
         "tips/num_turns_without": float(counts["without_tips"]),
-        "tips/num_no_room": float(sum(node.metadata.get("num_splices_dropped", 0) for node in nodes)),
+        "tips/num_no_room": float(sum(node.metadata.get("num_tips_dropped", 0) for node in nodes)),
         "tips/num_written": float(counts["written"]),
         "tips/num_empty": float(counts["empty"]),
         "tips/num_stored": float(counts["stored"]),

@@ -330,9 +330,10 @@ class EpisodeRunner:
                 "finish": generation.finish_reason.value,
                 "rollout": state.rollout,
                 "num_splices_dropped": state.num_splices_dropped,
+                **({"num_tips_dropped": state.num_tips_dropped} if state.num_tips_dropped else {}),
             },
         )
-        state.num_splices_dropped = 0
+        state.num_splices_dropped = state.num_tips_dropped = 0
         state.num_response_tokens += len(generation.token_ids)
         return generation.finish_reason, text
 
@@ -484,7 +485,7 @@ class EpisodeRunner:
             reserve = self.limits.max_response_tokens - state.num_response_tokens
             length = self._context_length
             is_shown = show_tip(state, splice, renderer=self.renderer, context_length=length, reserve=reserve)
-            state.num_splices_dropped += not is_shown
+            state.num_tips_dropped += not is_shown
             return
         limit = self.limits.max_splice_tokens
         metadata = dict(splice.metadata)

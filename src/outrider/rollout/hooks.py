@@ -94,8 +94,9 @@ class EpisodeState:
         last_node: the newest node of the rollout.
         turn: number of finished turns, of the policy or a demonstrator.
         num_response_tokens: tokens after the prompt, without tips.
-        num_splices_dropped: splices without room and retrieved turns over the limit since the last policy
-            turn.
+        num_splices_dropped: retrieved steps without room and retrieved turns over the limit since the last
+            policy turn.
+        num_tips_dropped: tips without room since the last policy turn.
         steps: the history.
         is_forked: whether the next turn is the first turn of a fork. The parent's hooks have already acted
             before it.
@@ -117,6 +118,7 @@ class EpisodeState:
     turn: int = 0
     num_response_tokens: int = 0
     num_splices_dropped: int = 0
+    num_tips_dropped: int = 0
     steps: list[Step] = field(default_factory=list)
     is_forked: bool = False
     branch_streak: int = 0
