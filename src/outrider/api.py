@@ -351,11 +351,12 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Validate everything that can be validated without torch. Returns the new folder."""
     from outrider.engines.base import require_known_model
     from outrider.training.run_dir import require_free
-    from outrider.training.settings import require_experts
+    from outrider.training.settings import require_experts, require_extras
 
     folder = _new_folder(run)
     require_free(folder)
     require_experts(settings)
+    require_extras(settings)
     require_paths(settings, search_folders())
     require_known_model(settings.model.name)
     return folder
@@ -364,4 +365,4 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
 def _new_folder(run: str | Path | None) -> Path:
     if run is None:
         raise ConfigError("a new run needs --run DIRECTORY")
-    return Path(run)
+    return Path(run).expanduser()  # the shell leaves the ~ of --run=~/runs

@@ -105,6 +105,7 @@ def test_the_plan_is_a_close_upper_bound_of_a_rank_s_peak(
     folder = save_config(shape, tmp_path)
     found = peak_bytes(folder, TOKENS, lora=lora, trained_layers=trained_layers)
     training = Training(
+        on_cpu=True,
         ranks=RANKS,
         max_tokens=TOKENS,
         checkpointed=True,

@@ -82,10 +82,36 @@ def test_the_questions_are_those_of_the_functions(monkeypatch: pytest.MonkeyPatc
         check_tool(function, texts=["CHF", "lamp"])
 
 
+@pytest.mark.parametrize(
+    ("package", "overrides", "extra"),
+    [
+        ("peft", ["model.lora={rank=4}"], "model.lora needs an extra: pip install 'outrider[lora]'"),
+        ("bitsandbytes", ["optimizer.states=8bit"], "optimizer.states = 8bit needs an extra"),
+        ("bitsandbytes", ["model.lora={base='4bit'}"], "model.lora.base = 4bit needs an extra"),
+    ],
+)
+def test_a_missing_extra_is_reported_before_anything_is_loaded(
+    package: str,
+    overrides: list[str],
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(
+        "outrider.training.settings.find_spec", lambda name: None if name == package else find_spec("json")
+    )
+    recipe, run = str(ROOT / "recipes" / "demo.toml"), tmp_path / "run"
+    for options in (["--dry-run"], ["--run", str(run)]):
+        assert main(["train", recipe, *options, "model.trained_layers=none", *overrides]) == 2
+        assert extra in " ".join(capsys.readouterr().err.split())
+    assert not run.exists()
+
+
 def test_more_episodes_than_the_local_engine_has_room_for_are_reported(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = str(FOLDER / "functions-qwen3-1.7b-lora.toml")
     assert main(["plan", recipe, "--gpu-memory", "24", "train.max_concurrent=64"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^change +train.max_concurrent=41 ", out, re.MULTILINE)
+    assert re.search(r"^change +train.max_concurrent=32 ", out, re.MULTILINE)

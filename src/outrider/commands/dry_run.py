@@ -115,9 +115,13 @@ def check_run(settings: "RunSettings") -> list[str]:
 
 
 def _checks(settings: "RunSettings") -> Iterator[str]:
-    from outrider.training.settings import require_experts
+    from outrider.planning.plan import unpacked_refusal
+    from outrider.training.settings import require_experts, require_extras
 
     require_experts(settings)
+    require_extras(settings)
+    if refusal := unpacked_refusal(settings):
+        raise ConfigError(refusal)
     require_paths(settings, search_folders())
     require_installed(settings.trackers)
     if settings.trackers:

@@ -121,25 +121,25 @@ def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOpti
 
 
 def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "dict[Layout, str]":
-    """Return the layouts of several processes on GPUs that the recipe cannot use, with the reasons."""
+    """Return the layouts of several processes that the recipe cannot use, with the reasons."""
     from outrider import api
 
     errors = {}
-    shape = plan.shape
-    for layout in (
-        () if plan.options.device.is_cpu else (plan.fit.layout, *(one.layout for one in plan.fewest))
-    ):
+    shape, is_cpu = plan.shape, plan.options.device.is_cpu
+    for layout in (plan.fit.layout, *(one.layout for one in plan.fewest)):
         if layout.placement == "process":
             continue
-        overrides = ["model.device=cuda", *layout.overrides]
-        if layout.placement == "disaggregate" and not plan.work.has_vllm:
-            overrides.append("cluster.weights=files")  # the local engine cannot receive from GPU to GPU
         if layout.trainers > 1 and shape.is_unpacked:
             errors[layout] = (
                 f"cluster.num_trainers = {layout.trainers} needs a model that runs packed (model.forward), "
                 f"and {shape.family} does not"
             )
             continue
+        if is_cpu:  # it is the recipe's own layout
+            continue
+        overrides = ["model.device=cuda", *layout.overrides]
+        if layout.placement == "disaggregate" and not plan.work.has_vllm:
+            overrides.append("cluster.weights=files")  # the local engine cannot receive from GPU to GPU
         try:
             api.run_settings(recipe, overrides=[*recipe_overrides, *overrides])
         except ConfigError as error:

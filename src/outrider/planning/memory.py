@@ -27,6 +27,8 @@ CONTEXT_BYTES: Final = 2_000_000_000  # CUDA's context, kernels and NCCL's buffe
 PROCESS_BYTES: Final = 500_000_000  # on a CPU: interpreter and libraries of one process
 SLEEPING_BYTES: Final = 2_000_000_000  # memory that a sleeping engine still uses on its GPU
 HEAD_ROWS, HEAD_CHUNK = 512, 128  # outrider.training.policy
+LEAST_ROWS: Final = 8  # outrider.engines.local.decode_graphs
+FUSED: Final = ("llama", "qwen2", "qwen3")  # outrider.engines.local.cpu_kernels
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4  # bytes per parameter: float32, two moments of Adam, float32
 MOMENTS_8BIT: Final = 2 + 2 * 4 / 256  # two moments of a byte, with a float32 scale per block of 256 values
@@ -37,13 +39,17 @@ VALUE_BYTES: Final[Mapping[str, int]] = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Settings that determine the memory of a trainer rank."""
+    """Settings that determine the memory of a trainer rank. ``on_cpu``: norms, MLPs and rotations are fused
+    where the model's family allows it. ``is_averaged``: the reference is a moving average of the weights.
+    """
 
+    on_cpu: bool = False
     ranks: int = 1
     max_tokens: int
     precision: str = "bfloat16"
     checkpointed: bool = False
     has_reference: bool = False
+    is_averaged: bool = False
     lora_rank: int | None = None
     lora_targets: tuple[str, ...] = ()
     is_4bit: bool = False
@@ -52,13 +58,15 @@ class Training:
 
     @property
     def optimizer_bytes(self) -> tuple[float, float, float]:
-        """Bytes per trained parameter of masters, moments and gradients on the device. In host memory
-        (``optimizer.states = "cpu"``) they count nothing. Adapters are mostly too small for moments in 8 bit.
+        """Bytes per trained parameter of masters, moments and gradients. bitsandbytes keeps tensors of fewer
+        than 4,096 numbers, such as norms, in float32; they are counted as if it did not.
         """
-        if self.optimizer_states == "cpu":
-            return 0.0, 0.0, 0.0
-        has_few_bits = self.optimizer_states == "8bit" and self.lora_rank is None
-        return MASTER, MOMENTS_8BIT if has_few_bits else MOMENTS, GRADIENT
+        return MASTER, MOMENTS_8BIT if self.optimizer_states == "8bit" else MOMENTS, GRADIENT
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether masters, moments and gradients are in host memory."""
+        return self.optimizer_states == "cpu"
 
     @property
     def value_bytes(self) -> int:
@@ -103,19 +111,22 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     alone = training.ranks == 1
     packed, largest = shape.adapted_weights(training.lora_targets) if training.is_4bit and alone else (0, 0)
     head_gradient = head_gradient_bytes(shape, b) if alone and training.trains_all else 0.0
+    on_device = not training.is_offloaded
     masters, moments, gradients = training.optimizer_bytes
-    is_offloaded = training.optimizer_states == "cpu"
+    # in the working precision or in 4 bit in one process, in float32 shards on ranks
+    frozen_bytes = (b if alone else MASTER) * (frozen - packed) + NF4_BYTES * packed
+    reference = frozen_bytes + (b if alone else MASTER) * trained
+    averages = MASTER * trained if training.is_averaged and on_device else 0.0
     rank = {
-        # frozen weights: in the working precision or in 4 bit in one process, in float32 shards on ranks
-        "frozen weights": (b if alone else MASTER) * (frozen - packed) + NF4_BYTES * packed,
-        "masters": masters * trained,
-        "moments": moments * trained,
-        "gradients": gradients * trained,
+        "frozen weights": frozen_bytes,
+        "masters": masters * trained * on_device,
+        "moments": moments * trained * on_device,
+        "gradients": gradients * trained * on_device,
         # in float32, the master weights are also the working copy, unless they are in host memory
-        "working copy": b * trained if alone and (b < MASTER or is_offloaded) else 0.0,
+        "working copy": b * trained if alone and (b < MASTER or not on_device) else 0.0,
         # one process has a copy in the working precision; ranks have float32 shards
         # (outrider.distributed.learner)
-        "reference": (b if alone else MASTER) * share if training.has_reference else 0.0,
+        "reference": reference + averages if training.has_reference else 0.0,
         "gathered layers": 0.0 if alone else gathered_bytes(shape, training),
         "activations kept": activation_bytes(shape, training),
         # The backward pass of the head has finished before that of the last layer begins. A layer computes
@@ -127,6 +138,16 @@ def rank_bytes(shape: ModelShape, training: Training) -> dict[str, float]:
     # the model is loaded in the working precision, and its layers are then packed one by one
     loading = b * shape.num_parameters if packed else 0.0
     return {**rank, "weights before 4 bit": max(0.0, loading - sum(rank.values()))}
+
+
+def host_bytes(shape: ModelShape, training: Training) -> float:
+    """Host memory of ``optimizer.states = "cpu"``: master weights, moments and gradients, ``16 P``, and the
+    float32 average of a moving teacher.
+    """
+    if not training.is_offloaded:
+        return 0.0
+    per_parameter = sum(training.optimizer_bytes) + MASTER * training.is_averaged
+    return per_parameter * training.trained_parameters(shape)
 
 
 def gathered_bytes(shape: ModelShape, training: Training) -> float:
@@ -155,21 +176,43 @@ def activation_bytes(shape: ModelShape, training: Training) -> float:
     """Activations between forward and backward pass: with checkpointing the inputs of all layers, ``b L d
     T``, otherwise all tensors that backward needs. Layers below the first trained one store nothing.
     """
-    per_token = shape.width if training.checkpointed else activations_per_token(shape)
+    per_token = shape.width if training.checkpointed else activations_per_token(shape, training)
     return training.value_bytes * training.layers_with_gradients(shape) * per_token * training.max_tokens
 
 
 def layer_bytes(shape: ModelShape, training: Training) -> float:
-    """Activations and gradients of the layer being computed: ``b (9 d + 4 f) T``."""
-    return training.value_bytes * (9 * shape.width + 4 * shape.active_mlp_width) * training.max_tokens
+    """Activations and gradients of the layer being computed: ``b (9 d + 4 f) T`` if it is fused, otherwise
+    what it stores and the gradients of two tensors of the MLP.
+    """
+    per_token = 9 * shape.width + 4 * shape.active_mlp_width
+    if not is_fused(shape, training):
+        per_token = activations_per_token(shape, training) + 2 * shape.active_mlp_width
+    return training.value_bytes * per_token * training.max_tokens
 
 
-def activations_per_token(shape: ModelShape) -> int:
-    """Numbers that a layer stores for its backward pass per token: inputs and outputs of its two norms (4 d),
-    queries and attention outputs (2 H D), keys and values (2 K D), gate, up and their product (3 f).
+def is_fused(shape: ModelShape, training: Training) -> bool:
+    """Whether :func:`outrider.engines.local.cpu_kernels.fuse` replaces the layers' modules."""
+    return training.on_cpu and shape.family in FUSED
+
+
+def activations_per_token(shape: ModelShape, training: Training) -> int:
+    """Numbers in the working precision that a layer stores for its backward pass per token.
+
+    Fused: inputs and outputs of its two norms (4 d), queries and attention outputs (2 H D), keys and values
+    (2 K D), with norms over heads their inputs (H D + K D), gate, up and their product (3 f). The modules of
+    transformers also store silu(gate) (f), and each norm a float32 copy of its input (2 d) and, if its weight
+    trains, the normalised input (d; in Gemma 2 d, in float32) in place of the input itself.
     """
     attention = shape.query_width + shape.attention_width + 2 * shape.kv_width
-    return 4 * shape.width + attention + 3 * shape.active_mlp_width
+    head_norms = (shape.attention_width + shape.kv_width) * shape.has_head_norms
+    if is_fused(shape, training):
+        return 4 * shape.width + attention + head_norms + 3 * shape.active_mlp_width
+    float32 = VALUE_BYTES["float32"] // training.value_bytes
+    per_norm = float32
+    if training.lora_rank is None:
+        per_norm += float32 if shape.family.startswith("gemma") else 1
+    normalised = shape.num_norms * shape.width + head_norms
+    return per_norm * normalised + 2 * shape.width + attention + 4 * shape.active_mlp_width
 
 
 def head_bytes(shape: ModelShape, training: Training) -> float:
@@ -289,14 +332,16 @@ def make_workload(settings: RunSettings, *, prompt_tokens: int, longest: int | N
         update.num_mini_batches * update.num_epochs > 1 or update.mini_batch_samples is not None
     )
     distill = algorithm.distill
-    is_averaged = distill is not None and distill.teacher == "ema"  # a second copy, like a reference
+    is_averaged = distill is not None and distill.teacher == "ema"
     token_loss = getattr(resolve("algorithms", algorithm.type), "token_loss", Algorithm.token_loss)
     work = Workload(
         training=Training(
+            on_cpu=device == "cpu",
             max_tokens=update.max_tokens,
             precision=precision,
             checkpointed=update.checkpoint_activations,
             has_reference=algorithm.needs_reference or is_averaged,
+            is_averaged=is_averaged,
             lora_rank=None if lora is None else lora.rank,
             lora_targets=() if lora is None else tuple(lora.target_modules),
             is_4bit=lora is not None and lora.base == "4bit",
@@ -383,6 +428,7 @@ class Fit:
 
     Attributes:
         rank: bytes of one trainer rank by purpose.
+        host: bytes of ``optimizer.states = "cpu"`` in host memory.
         trainer_gpu: bytes of a trainer's GPU without keys and values (on a CPU, the sum of all processes).
         engine_gpu: the same of an engine's GPU; equal if both are one GPU.
         episodes: number of concurrent episodes of the maximum length per engine.
@@ -392,6 +438,7 @@ class Fit:
 
     layout: Layout
     rank: Mapping[str, float]
+    host: float
     weights: float
     trainer_gpu: float
     engine_gpu: float
@@ -433,17 +480,31 @@ def fit(shape: ModelShape, work: Workload, layout: Layout, *, gpu_memory: float)
         if share > 1:
             raise ConfigError(f"engine.memory = {share:g}: on a GPU it is a share between 0 and 1")
         room = min(room, max(0.0, share * gpu_memory - MARGIN * weights))
+    episodes = int(room // (token * work.context + state_bytes(shape)))
     return Fit(
         layout=layout,
         rank=rank,
+        host=host_bytes(shape, work.training),
         weights=weights,
         trainer_gpu=shared_gpu_bytes if shares_gpu else with_margin(trainer),
         engine_gpu=engine,
         token=token,
-        episodes=int(room // (token * work.context + state_bytes(shape))),
+        episodes=episodes if work.has_vllm or shape.is_unpacked else _rows_of_slots(episodes),
         gpu_memory=gpu_memory,
         engine_share=share,
     )
+
+
+def reserved_slots(num_rows: int) -> int:
+    """Return for how many episodes the local engine on a GPU reserves memory: a decoding graph has a power of
+    two of rows, and the padding writes into one more slot.
+    """
+    return (1 << (max(num_rows, LEAST_ROWS) - 1).bit_length()) + 1
+
+
+def _rows_of_slots(num_slots: int) -> int:
+    """Return the largest number of rows with at most ``num_slots`` reserved slots."""
+    return next((num for num in range(num_slots, 0, -1) if reserved_slots(num) <= num_slots), 0)
 
 
 def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float) -> Fit:
@@ -464,7 +525,7 @@ def fit_cpu(shape: ModelShape, work: Workload, layout: Layout, *, memory: float)
     if work.has_vllm:
         room = min(room, GIB * (work.engine_memory or _CPU_GIB))
     return Fit(
-        layout=layout, rank=rank, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
+        layout=layout, rank=rank, host=0.0, weights=weights, trainer_gpu=total, engine_gpu=total, token=token,
         episodes=int(room // (token * work.context + state_bytes(shape))), gpu_memory=memory,
     )  # fmt: skip
 
@@ -482,11 +543,13 @@ def smallest_fit(
     """Return the layout with the fewest GPUs, and then the fewest per engine, that fits; None if none does.
 
     The number of trainers is a power of two within a node, or else whole nodes; an engine is within a node.
-    One process uses one GPU. Layouts that this version does not support are skipped.
+    One process uses one GPU. Layouts that this version does not support are skipped. Processes of trainers
+    have float32 states and no weights in 4 bit, whatever the recipe sets.
     """
     if placement == "process":
         candidate = fit(shape, work, Layout(), gpu_memory=gpu_memory)
         return candidate if candidate.fits else None
+    work = replace(work, training=replace(work.training, optimizer_states="float32", is_4bit=False))
     powers = [2**power for power in range(gpus_per_node.bit_length())]
     # vLLM requires that heads divide evenly.
     sizes = [tp for tp in powers if tp <= gpus_per_node and shape.num_heads % tp == 0]
@@ -507,24 +570,32 @@ def suggested_overrides(shape: ModelShape, work: Workload, layout: Layout, *, gp
     """Return settings, each of which alone is sufficient to fit.
 
     These are activation checkpoints; the largest ``update.max_tokens``, halving the recipe's value, but at
-    least the longest context, or episode, that is always in one micro-batch; and the smallest
+    least the longest context, or episode, that is always in one micro-batch; in one process, moments in 8
+    bit, all optimizer states in host memory, and 4-bit weights below adapters; and the smallest
     ``engine.memory`` in steps of 0.05 with room for an episode.
     """
+    training, overrides = work.training, []
 
-    def fits(candidate: Workload) -> bool:
+    def fits(engine_memory: float | None = work.engine_memory, **changes: Any) -> bool:
+        candidate = replace(work, engine_memory=engine_memory, training=replace(training, **changes))
         return fit(shape, candidate, layout, gpu_memory=gpu_memory).fits
 
-    training, overrides = work.training, []
-    if not training.checkpointed and fits(replace(work, training=replace(training, checkpointed=True))):
+    if not training.checkpointed and fits(checkpointed=True):
         overrides.append("update.checkpoint_activations=true")
     tokens = training.max_tokens // 2
     while tokens >= max(work.unit_tokens, _MIN_TOKENS):
-        if fits(replace(work, training=replace(training, max_tokens=tokens))):
+        if fits(max_tokens=tokens):
             overrides.append(f"update.max_tokens={tokens}")
             break
         tokens //= 2
+    if layout.placement == "process":
+        if training.optimizer_states == "float32":
+            states = [states for states in ("8bit", "cpu") if fits(optimizer_states=states)]
+            overrides += [f"optimizer.states={name}" for name in states]
+        if training.lora_rank is not None and not training.is_4bit and fits(is_4bit=True):
+            overrides.append("model.lora.base=4bit")
     for share in (twentieths / 20 for twentieths in range(1, 20) if work.has_vllm):
-        if fits(replace(work, engine_memory=share)):
+        if fits(engine_memory=share):
             overrides.append(f"engine.memory={share:g}")
             break
     return overrides

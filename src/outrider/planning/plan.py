@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any, get_args
 
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, ModelError
 from outrider.planning.memory import (
     USED_SHARE,
     Fit,
@@ -99,6 +99,24 @@ def make_plan(settings: RunSettings, options: PlanOptions) -> Plan:
     return Plan(shape=shape, work=work, options=options, fit=result, fewest=fewest, advice=advice)
 
 
+def unpacked_refusal(settings: RunSettings) -> str:
+    """Return why a model that is computed unpacked cannot run with these settings; empty if it can, or if the
+    model's shape is not known before it is loaded.
+    """
+    try:
+        shape = find_shape(settings.model.name)
+    except ModelError:
+        return ""
+    if not (shape.is_unpacked or settings.model.forward == "unpacked"):
+        return ""
+    needs = {
+        f"cluster.num_trainers = {settings.cluster.num_trainers}": settings.cluster.num_trainers > 1,
+        "update.attention = flex": settings.update.attention == "flex",
+    }
+    name = next((name for name, is_set in needs.items() if is_set), None)
+    return f"{name} needs a model that runs packed (model.forward), and {shape.name} does not" if name else ""
+
+
 def _fewer_episodes(work: Workload, fit: Fit) -> list[str]:
     """Return the number of concurrent episodes with room in the local engine, if the recipe has more."""
     if work.has_vllm or not fit.fits or fit.layout.engines * fit.episodes >= work.concurrent:
@@ -144,7 +162,7 @@ _LABELS = {
     "working copy": "bfloat16 copy",
     "reference": "reference model",
     "activations kept": "stored activations",
-    "pass in work": "current layer",
+    "pass in work": "current layer or head",
 }
 
 
@@ -171,6 +189,8 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
     for name, size in fit.rank.items():
         if size:
             yield _line(f"  {_LABELS.get(name, name)}", _gb(size))
+    if fit.host:
+        yield _line("host memory", _gb(fit.host), "float32 weights, moments and gradients")
     engine_precision = work.training.precision if device.is_cpu else "bfloat16"
     shared = "shared with the trainer" if not fit.weights else engine_precision
     yield _line("engine, weights" if device.is_cpu else "engine GPU, weights", _gb(fit.weights), shared)
@@ -193,7 +213,7 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         yield _line("bytes of a sync", _gb(plan.sync_bytes), "per engine")
     if plan.options.device.peak:
         yield _line("seconds of an update", _seconds(plan.update_seconds), seconds_words(plan))
-    shortage = ""
+    shortage = doubt = ""
     if not fit.fits:
         is_too_large = max(fit.trainer_gpu, fit.engine_gpu) > fit.gpu_memory
         owner = "this CPU" if device.is_cpu else "a GPU"
@@ -204,7 +224,9 @@ def lines(plan: Plan, refusals: Mapping[Layout, str] = MappingProxyType({})) -> 
         )
     elif refusal := refusals.get(fit.layout):
         shortage = f"the memory is enough, but the recipe cannot use this layout: {refusal}"
-    yield _line("fits", "no" if shortage else "yes", shortage)
+    elif shape.is_unpacked:
+        doubt = "its activations are a lower bound, because this model is computed unpacked"
+    yield _line("fits", "no" if shortage else "yes", shortage or doubt)
     for advice in plan.advice:
         words = "has room for keys and values" if fit.fits else "would fit"
         yield _line("change", advice, words)
@@ -296,6 +318,7 @@ def _fit_json(fit: Fit, refusals: Mapping[Layout, str]) -> dict[str, Any]:
         "refused": refusal,
         "layout": asdict(fit.layout) | {"num_gpus": fit.layout.num_gpus},
         "rank_bytes": dict(fit.rank),
+        "host_bytes": fit.host,
         "engine_weight_bytes": fit.weights,
         "token_bytes": fit.token,
         "trainer_gpu_bytes": fit.trainer_gpu,

@@ -57,9 +57,14 @@ def _freeze_below(model: Any, trained_layers: int) -> None:
 
 
 def _inject(model: nn.Module, settings: LoraSettings, seed: int) -> None:
-    """Add adapters in place; only they train. The seed is for peft, which draws from the global generator."""
-    from peft import inject_adapter_in_model
+    """Add adapters in place; only they train. The seed is for peft, which draws from the global generator.
 
+    Raises ModelError if peft is not installed, or cannot adapt the layers.
+    """
+    try:
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ModelError("model.lora needs an extra: pip install 'outrider[lora]'") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     unfit = _unfit(model)

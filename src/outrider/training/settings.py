@@ -4,6 +4,7 @@ at once.
 
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
@@ -697,6 +698,19 @@ class RunSettings(Settings):
                 f"cluster.num_rollout_workers {self.cluster.num_rollout_workers} exceeds "
                 f"train.tasks_per_step {self.train.tasks_per_step}: a worker plays whole groups"
             )
+
+
+def require_extras(settings: RunSettings) -> None:
+    """Raise ConfigError if the settings need a package that is not installed. Imports none of them."""
+    lora = settings.model.lora
+    needs = {
+        "model.lora": ("peft", "lora", lora is not None),
+        "model.lora.base = 4bit": ("bitsandbytes", "bitsandbytes", lora is not None and lora.base == "4bit"),
+        "optimizer.states = 8bit": ("bitsandbytes", "bitsandbytes", settings.optimizer.states == "8bit"),
+    }
+    for name, (package, extra, is_set) in needs.items():
+        if is_set and find_spec(package) is None:
+            raise ConfigError(f"{name} needs an extra: pip install 'outrider[{extra}]'")
 
 
 def require_experts(settings: RunSettings) -> None:

@@ -32,6 +32,7 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
+from outrider.planning.plan import unpacked_refusal
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
 from outrider.printing import plural, shell_command
@@ -59,7 +60,7 @@ from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
 from outrider.training.resume import note_start, require_continuable
 from outrider.training.run_dir import RunDirectory
-from outrider.training.settings import ModelSettings, RunSettings, require_experts
+from outrider.training.settings import ModelSettings, RunSettings, require_experts, require_extras
 from outrider.training.trainer import Trainer
 from outrider.types import Task
 from outrider.viewer.progress import (
@@ -248,6 +249,9 @@ def build(
     A ``resumed`` run has weights and a filled buffer: neither is made again.
     """
     require_experts(settings)
+    require_extras(settings)
+    if refusal := unpacked_refusal(settings):
+        raise ConfigError(refusal)
     model_settings = settings.model
     set_threads(settings.num_threads, device=model_settings.device)
     task_set = make_task_set(settings.environment)
