@@ -88,7 +88,8 @@ def _checked(engine: LocalEngine | VllmEngine) -> str:
 def _gap(made: Made) -> str:
     """Of tokens that the engine has just sampled."""
     requests = _requests(8, made, new=32)
-    policy = Policy(made.language_model, OptimizerSettings())
+    is_gpu = made.language_model.device.type == "cuda"
+    policy = Policy(made.language_model, OptimizerSettings(), uses_flex=is_gpu)
     gaps = []
     for request, one in zip(requests, LocalEngine(made.language_model).generate(requests), strict=True):
         batch = rollout_batch(request.token_ids, one.token_ids, one.logprobs)
@@ -139,7 +140,8 @@ def compared(ours: Sequence[Generation], theirs: Sequence[Generation]) -> str:
 
 def _updated(shape: str, device: str) -> dict[str, torch.Tensor]:
     made = make_model(shape, device=device, dtype=torch.bfloat16)
-    policy = Policy(made.language_model, OptimizerSettings(learning_rate=1e-5))
+    is_gpu = made.language_model.device.type == "cuda"
+    policy = Policy(made.language_model, OptimizerSettings(learning_rate=1e-5), uses_flex=is_gpu)
     settings = UpdateSettings(max_tokens=1024, max_logprob_gap=1e9)
     update(policy, groups(4), objective=ObjectiveSettings(), settings=settings, reference=None)
     return {name: one.cpu() for name, one in policy.masters.items()}

@@ -126,7 +126,7 @@ def _decoding(name: str, made: Made, device: str, limits: Limits, rows: RowFile)
 
     def step() -> float:
         engine = LocalEngine(made.language_model)
-        engine.generate(_prompts(num, context, 2))  # the first call creates the cache
+        engine.generate(_prompts(num, context, 2 + steps))  # creates the cache and records graphs
         few, many = (
             seconds(lambda n=n: engine.generate(_prompts(num, context, n)), device) for n in (2, 2 + steps)
         )

@@ -1,10 +1,13 @@
 """``outrider eval --tasks`` with a model in this process: the same bits, also after an interruption."""
 
+import gc
 import signal
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -153,7 +156,9 @@ def test_other_weights_need_a_new_folder(
     assert "weights was" in capsys.readouterr().err
 
 
-def test_a_run_or_a_checkpoint_is_a_model(root: Path, tmp_path: Path) -> None:
+def test_a_run_or_a_checkpoint_is_a_model(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     settings = load_settings(RunSettings, file=root / "recipe.toml")
@@ -178,6 +183,18 @@ def test_a_run_or_a_checkpoint_is_a_model(root: Path, tmp_path: Path) -> None:
     given = ModelSettings(name=str(root / "model"), precision="float32", initial_checkpoint=str(checkpoint))
     assert resolve(given) == given and weights_hash(load_language_model(given)) == hashes[0]
     assert len({untrained, *hashes}) == 3
+    made: list[weakref.ref[Policy]] = []
+
+    class Seen(Policy):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr("outrider.evaluation.model.Policy", Seen)
+    loaded = load_language_model(chosen)
+    gc.collect()
+    assert made[0]() is None  # with its masters
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     (run / "config.toml").unlink()
     with pytest.raises(CheckpointError, match="is not in a run directory"):
         resolve(ModelSettings(name=str(checkpoint)))

@@ -5,6 +5,7 @@ run.
 import hashlib
 import json
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -47,13 +48,16 @@ def load_language_model(settings: ModelSettings) -> LanguageModel:
     loaded = load_model(
         settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
     )
-    if settings.initial_checkpoint is not None:
-        policy = Policy(
-            loaded, OptimizerSettings(), lora=settings.lora, trained_layers=settings.trained_layers
-        )  # it knows masters and adapters
-        load_weights(policy, Path(settings.initial_checkpoint))
-    loaded.model.requires_grad_(False)
-    return loaded
+    if settings.initial_checkpoint is None:
+        loaded.model.requires_grad_(False)
+        return loaded
+    # a policy knows masters and adapters; on a GPU, its float32 masters would need twice the model's memory
+    states: Literal["float32", "cpu"] = "float32" if settings.device == "cpu" else "cpu"
+    policy = Policy(
+        loaded, OptimizerSettings(states=states), lora=settings.lora, trained_layers=settings.trained_layers
+    )
+    load_weights(policy, Path(settings.initial_checkpoint))
+    return policy.freeze()
 
 
 def weights_hash(loaded: LanguageModel) -> str:

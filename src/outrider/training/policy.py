@@ -768,11 +768,12 @@ class Policy(Scorer):
             )
             for name, p in self.working.items()
         }
+        self._hooks = []
         for name, parameter in self.working.items():
             if parameter.dtype == torch.bfloat16:
                 dither(self.masters[name], name, seed=seed)
             # In the backward pass: micro-batches add up in float32, one working gradient alive at a time.
-            parameter.register_post_accumulate_grad_hook(self._collect(name))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._collect(name)))
         self.num_steps = 0
         self.optimizer = make_optimizer(self.masters.values(), settings)
 
@@ -785,6 +786,13 @@ class Policy(Scorer):
             parameter.grad = None
 
         return move
+
+    def freeze(self) -> LanguageModel:
+        """Return the model, which does not train any more and does not keep the memory of this object."""
+        for hook in self._hooks:
+            hook.remove()
+        self.model.requires_grad_(False)
+        return self.language_model
 
     @property
     def learning_rate(self) -> float:
@@ -979,6 +987,9 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # cuDNN prepares a program for every pair of lengths, and rollouts have new ones at every turn
         torch.backends.cuda.enable_cudnn_sdp(False)
+        if (index := torch.device(device).index) is not None:
+            # streams and graphs are made on the current device, whatever device the weights are on
+            torch.cuda.set_device(index)
     # oneDNN and torch each keep 1,024 programs of 0.3 MB, one per product and number of rows; few numbers of
     # rows are used twice in training
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):

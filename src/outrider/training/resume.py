@@ -289,6 +289,8 @@ def _machine() -> dict[str, str]:
         "products": "oneDNN" if prefers_onednn() else "torch",
         "threads": str(torch.get_num_threads()),
         "variables": " ".join(chosen_instructions()) or "none",
+        # a run on a CPU initializes no GPU
+        **({"GPU": torch.cuda.get_device_name()} if torch.cuda.is_initialized() else {}),
     }
 
 

@@ -177,6 +177,10 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         return _products(query, key, value, scale)
     num_new, num_seen = query.shape[2], key.shape[2]
     grouped = query.shape[1] != key.shape[1]
+    if grouped and num_new > 1 and query.device.type == "cuda" and query.dtype == torch.float32:
+        # in float32 no kernel but the one that stores all scores takes grouped heads
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        grouped = False
     if num_new == num_seen:
         return scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=grouped

@@ -8,6 +8,7 @@ bucket, and so are the positions that attention reads; padding writes into a slo
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -100,14 +101,27 @@ class DecodeGraphs:
 
     def _capture(self, inputs_3B: Tensor, num_seen: int, cache: SlotCache) -> _Captured:
         step = partial(self._step, inputs_3B, num_seen, cache)
-        graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream(inputs_3B.device)
-        side.wait_stream(torch.cuda.current_stream(inputs_3B.device))
+        device = inputs_3B.device
+        graph, pool = torch.cuda.CUDAGraph(), self._pool()
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        # Not torch.cuda.graph: after a failed capture it leaves its stream the current one, and the allocator
+        # in the state of a capture, in which it cannot free memory.
         with torch.cuda.stream(side):
             step()  # libraries allocate at their first call, which a capture forbids
-        torch.cuda.current_stream(inputs_3B.device).wait_stream(side)
-        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
-            logits_BV = step()
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                logits_BV = step()
+            finally:
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    with suppress(AttributeError, RuntimeError):
+                        torch._C._cuda_endAllocateToPool(device.index, pool)
+                    raise
+        torch.cuda.current_stream(device).wait_stream(side)
         return _Captured(graph, inputs_3B, logits_BV)
 
     def _step(self, inputs_3B: Tensor, num_seen: int, cache: SlotCache) -> Tensor:
@@ -122,7 +136,7 @@ class DecodeGraphs:
     def _pool(self) -> Any:
         """One memory for all graphs, of which one runs at a time."""
         first = next(iter(self._captured.values()), None)
-        return None if first is None else first.graph.pool()
+        return torch.cuda.graph_pool_handle() if first is None else first.graph.pool()
 
 
 def _bucket(num: int, least: int) -> int:

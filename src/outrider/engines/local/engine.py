@@ -285,6 +285,12 @@ class LocalEngine(_Engine):
         stored = [len(ids) for _, ids in self._slots][: self._cache.num_slots]
         self._cache.reserve(num_slots, num_positions, stored=stored)
 
+    def _num_slots(self, num_rows: int) -> int:
+        """Return the number of slots of a decoding step with ``num_rows`` rows."""
+        if not self._graphs.is_supported:
+            return len(self._slots)
+        return max(len(self._slots) + 1, self._graphs.num_slots(num_rows))
+
     def _admit(self, waiting: deque[_Row], num_active: int) -> list[_Row]:
         """Return rows that join the batch, each in a slot after the active ones that has the keys and values
         of its context.
@@ -297,7 +303,8 @@ class LocalEngine(_Engine):
         joining = [waiting.popleft() for _ in range(min(free, len(waiting)))]
         while len(self._slots) < num_active + len(joining):
             self._slots.append((None, ()))
-        self._reserve(len(self._slots), 1)
+        # with the padding of a decoding step, because growing for it later would copy every slot
+        self._reserve(self._num_slots(num_active + len(joining)), 1)
         for slot, row in enumerate(joining, start=num_active):
             self._assign_slot(row, slot)
         self._prefill(joining)
@@ -455,7 +462,7 @@ class LocalEngine(_Engine):
             key, ids = self._slots[slot]
             self._slots[slot] = (key, (*ids, row.ids[-1]))
         if self._graphs.is_supported:
-            self._reserve(max(len(self._slots) + 1, self._graphs.num_slots(len(active))), 1)
+            self._reserve(self._num_slots(len(active)), 1)
             logits = self._graphs.logits(newest, stored, self._cache, used_slots=len(self._slots))
             if logits is not None:
                 return logits
