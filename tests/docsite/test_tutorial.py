@@ -83,6 +83,7 @@ def test_own_functions(
     assert "Write <multiply>" in printed
     demonstrations = pq.read_table(tmp_path / "runs" / "tags" / "rollouts" / "cold-start.parquet")
     assert demonstrations.column("success").to_pylist() == [1.0] * 24
+    assert demonstrations.column("num_failed_calls").to_pylist() == [0] * 24
     for run in ("tags", "native"):
         assert (tmp_path / "runs" / run / "report.html").exists(), printed[-2000:]
     assert 'protocol = "hermes"' in (tmp_path / "runs" / "native" / "config.toml").read_text()

@@ -155,6 +155,14 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         ("5 lbs", "5"), ("5 ft", "5"), ("5 in", "5"), ("5 in.", "5"), ("5 oz", "5"), ("5 kg", "5"),
         ("5 mins", "5"), ("5 secs", "5"), ("5 pts", "5"),
     ],
+    "times of day": [
+        ("2:00", "2:00 PM"), ("2:00 PM", "14:00"), (r"9:05\text{ a.m.}", "09:05 AM"), ("12:00 AM", "0:00"),
+        ("3:4", "6:8"), ("10:30", "20:60"),
+    ],
+    "logic and derivatives": [
+        (r"p \land q", r"q \wedge p"), (r"x>1 \land x<3", r"1<x<3"), (r"\frac{dy}{dx}=2x", "2x"),
+        (r"\frac{dy}{dx}=-2y", r"\frac{dy}{dx}=-y\cdot 2"),
+    ],
     "as users write them": [
         (r"3\mathrm{~cm}", "3"), (r"\mathbf{\frac{1}{2}}", r"\frac12"), (r"\textbf{5}", "5"),
         (r"5\text{ cm }", "5"), (r"\text{5 cm}", "5"), (r"\text{5}", "5"), (r"\mathrm{5\,cm}", "5"),
@@ -326,6 +334,15 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"x\in\{1,2\}", "1"), (r"\{1,2\}", "1"), ("log_2 3", "log_3 2"), ("2^x", "2x"),
         ("x_{12}", "x_{1}2"), ("ABC", "ABD"), ("AB=5", "AC=5"), ("f(2)=5", "f(3)=5"), ("a_1=5", "a_2=5"),
         ("1/2/3", "1/6/2"), ("-2^2", "4"), ("1+2i", "1-2i"), ("1.0e3", "1.0e2"),
+    ],
+    "times of day": [
+        ("2:00", "1:00"), ("2:00 PM", "1:00 PM"), ("9:00 AM", "9:00 PM"), ("08:00", "09:00"),
+        ("14:00", "3:00"), ("14:00", "2:00 AM"), ("10:05", "5:15"), ("9:00", r"9:30\text{ AM}"),
+    ],
+    "logic and derivatives": [
+        (r"p \land q", r"p \lor q"), (r"(p\land q)\lor r", r"(p\lor q)\land r"), (r"p \wedge q", r"p \vee q"),
+        (r"\frac{dy}{dx}=-2y", r"\frac{dy}{dx}=2y"), (r"\frac{dy}{dx}", r"\frac{dx}{dy}"),
+        (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}+2y=0"), (r"\frac{dy}{dx}", "0"),
     ],
     "as users write them": [
         ("29 miles", "29 mph"), ("np.pi", "2"), ("math.sqrt(2)", "2"),

@@ -5,14 +5,16 @@ import datetime
 import enum
 import functools
 import json
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional
+from typing import Annotated, Any, Dict, List, Literal, NamedTuple, NotRequired, Optional  # noqa: UP035
 
+import numpy as np
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
@@ -555,6 +557,112 @@ def test_calls_by_arguments_and_by_text() -> None:
 )
 def test_errors_are_observations_of_one_line(output: ToolOutput, reason: str) -> None:
     assert output.failed and reason in output.text and "\n" not in output.text
+
+
+def test_coroutines_share_one_event_loop() -> None:
+    """So that a lock or a client of the module is used from many threads and calls."""
+    lock = asyncio.Semaphore(1)
+
+    async def locked(text: str) -> str:
+        """Return a text.
+
+        Args:
+            text: what to return
+        """
+        async with lock:
+            await asyncio.sleep(0.001)
+        if text == "leave":
+            raise SystemExit(1)
+        return text
+
+    tool = tool_class(locked)()
+    texts = [*"abcd", "leave"] * 4
+    with ThreadPoolExecutor(8) as pool:
+        outputs = list(pool.map(lambda text: tool.run_call({"text": text}), texts))
+    assert [output.text for output in outputs] == [
+        "SystemExit: 1" if text == "leave" else text for text in texts
+    ]
+
+
+def test_a_call_by_tag_may_name_its_only_argument() -> None:
+    tool = tool_class(shout)()
+    for text in ("well", '{"text": "well"}', ' {"text": "well"}\n'):
+        assert tool.run_text(text).text == "WELL"
+    for text in ('{"word": "well"}', '{"text": 1}', '["well"]'):
+        assert tool.run_text(text).text == text.upper()
+
+
+@pytest.mark.parametrize(
+    ("hint", "fits", "fails"),
+    [
+        (list[Literal["red", "blue"]], ["red"], ["green"]),
+        (dict[str, list[int]], {"a": [1]}, {"a": ["x"]}),
+        (list[float] | None, [0.5], ["x"]),
+        (Dict, {"a": 1}, None),  # noqa: UP006
+        (List[Dict], [{"a": 1}], None),  # noqa: UP006
+    ],
+)
+def test_elements_of_lists_and_dictionaries_are_checked(hint: Any, fits: Json, fails: Json) -> None:
+    def show(values: Any) -> Any:
+        """Show values.
+
+        Args:
+            values: what to show
+        """
+        return values
+
+    show.__annotations__["values"] = hint
+    tool = tool_class(show)()
+    assert json.loads(tool.run_call({"values": fits}).text) == fits
+    if fails is not None:
+        assert tool.run_call({"values": fails}).failed
+
+
+def test_the_example_of_a_nested_argument_is_a_valid_call() -> None:
+    class Place(BaseModel):
+        city: str
+        year: int
+
+    def find(place: Place | None = None, at: tuple[int, int] = (0, 0)) -> str:
+        """Find a place.
+
+        Args:
+            place: which one
+            at: position
+        """
+        return f"{place} {at}"
+
+    tool = tool_class(find)()
+    [text] = re.findall(r"<find>(.*)</find>", tool.usage)
+    assert json.loads(text).keys() == {"place", "at"} and not tool.run_text(text).failed
+
+
+def test_numbers_and_arrays_of_numpy_are_json() -> None:
+    def count(kind: str) -> Any:
+        """Count.
+
+        Args:
+            kind: of the result
+        """
+        results = {"number": np.int64(3), "array": np.array([1, 2]), "inside": {"a": np.float32(0.5)}}
+        return results[kind]
+
+    tool = tool_class(count)()
+    outputs = [tool.run_call({"kind": kind}).text for kind in ("number", "array", "inside")]
+    assert outputs == ["3", "[1, 2]", '{"a": 0.5}']
+
+
+def test_a_field_as_default_is_refused() -> None:
+    def limited(limit: int = Field(default=5, description="how many")) -> int:
+        """Count.
+
+        Args:
+            limit: how many
+        """
+        return limit
+
+    with pytest.raises(ConfigError, match=r"write Annotated\[\.\.\., Field"):
+        tool_class(limited)
 
 
 def test_a_coroutine_is_awaited_with_and_without_a_running_loop() -> None:

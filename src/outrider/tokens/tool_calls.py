@@ -154,7 +154,7 @@ class Arguments:
             has_rest = schema.get("additionalProperties") not in (None, False)
             collected.is_open = has_rest or bool(schema.get("patternProperties"))
             if isinstance(ref := schema.get("$ref"), str) and ref not in seen:
-                target = _resolve_ref(ref, root)
+                target = resolve_reference(ref, root)
                 collected.is_open |= not isinstance(target, Mapping)
                 collected._add(collect(target, seen | {ref}, depth + 1))
             for part in _get_list(schema, "allOf"):
@@ -256,7 +256,7 @@ def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
         elif isinstance(ref := node.get("$ref"), str):
             if ref not in seen:
                 seen.add(ref)
-                queue.append(_resolve_ref(ref, root))
+                queue.append(resolve_reference(ref, root))
         else:
             lists = [(key, _get_list(node, key)) for key in ("anyOf", "oneOf", "allOf")]
             branches = next(
@@ -294,7 +294,7 @@ def _is_name_list(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _resolve_ref(ref: str, root: Mapping[str, Any]) -> Any:
+def resolve_reference(ref: str, root: Mapping[str, Any]) -> Any:
     """Return the target of a reference such as ``#/$defs/Unit``, or None."""
     if not ref.startswith("#"):
         return None

@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
 from outrider.errors import ToolFault
-from outrider.tokens.tool_calls import Arguments, accepted_values
+from outrider.tokens.tool_calls import Arguments, accepted_values, resolve_reference
 from outrider.types import CallRecord, CallStatus, Json, ToolCall, ToolSchema
 
 # The tool protocol.
@@ -198,13 +198,20 @@ def _sentence(text: str) -> str:
 
 def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
     """Return example values of a schema, the simplest one first."""
+    if isinstance(schema, Mapping) and depth < _MAX_DEPTH:
+        if isinstance(reference := schema.get("$ref"), str):
+            return _values(resolve_reference(reference, root), root, depth + 1)
+        if branches := schema.get("anyOf") or schema.get("oneOf"):
+            return [value for branch in branches for value in _values(branch, root, depth)]
     accepted = accepted_values(schema, root)
     if accepted is None:
         return ["..."]
     values: list[Json] = list(accepted.choices)
     for kind in accepted.types:
         can_nest = depth < _MAX_DEPTH
-        if can_nest and kind == "array" and isinstance(items := schema.get("items"), Mapping):
+        if can_nest and kind == "array" and isinstance(parts := schema.get("prefixItems"), list):
+            values.append([_values(part, root, depth + 1)[0] for part in parts])
+        elif can_nest and kind == "array" and isinstance(items := schema.get("items"), Mapping):
             values.append([_values(items, root, depth + 1)[0]])
         elif can_nest and kind == "object" and isinstance(inner := schema.get("properties"), Mapping):
             values.append({key: _values(item, root, depth + 1)[0] for key, item in inner.items()})

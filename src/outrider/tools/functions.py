@@ -10,17 +10,19 @@ import asyncio
 import dataclasses
 import inspect
 import json
+import os
 import re
+import threading
 import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin, overload
 
 import docstring_parser
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault
@@ -45,7 +47,8 @@ class Undescribed(Exception):
 def describe_function(
     function: Callable[..., Any], name: str
 ) -> tuple[ToolSchema, Mapping[str, TypeAdapter[Any]]]:
-    """Return the schema of a function, and converters for arguments of other types than JSON.
+    """Return the schema of a function, and converters for arguments of other types than JSON and for lists
+    and dictionaries, whose elements they check.
 
     Raises Undescribed, with the name of the argument, if hints or docstring are incomplete.
     """
@@ -54,6 +57,9 @@ def describe_function(
     definitions: dict[str, Any] = {}
     adapted = {key: _adapt(key, hint, definitions) for key, hint in hints.items() if not _is_json(hint)}
     converters = {key: adapter for key, (adapter, _) in adapted.items()}
+    converters |= {
+        key: TypeAdapter(hint) for key, hint in hints.items() if key not in adapted and _has_elements(hint)
+    }
     is_known = all(map(_is_known_to_transformers, hints.values()))
     if is_known and (schema := _try_transformers_schema(function, name)) is not None:
         return schema, converters
@@ -140,8 +146,16 @@ def _is_json(hint: Any) -> bool:
     if origin in (Union, types.UnionType, list):
         return all(map(_is_json, inner))
     if origin is dict:
-        return inner[0] in (str, Any) and _is_json(inner[1])
+        return not inner or (inner[0] in (str, Any) and _is_json(inner[1]))
     return any(hint is item for item in _JSON)
+
+
+def _has_elements(hint: Any) -> bool:
+    """Whether the hint says what a list or dictionary contains."""
+    inner = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(map(_has_elements, inner))
+    return get_origin(hint) in (list, dict) and any(item is not Any for item in inner)
 
 
 def _is_known_to_transformers(hint: Any) -> bool:
@@ -153,7 +167,9 @@ def _is_known_to_transformers(hint: Any) -> bool:
         return len(inner) > 1 and all(map(_is_known_to_transformers, inner))
     if origin in (Union, types.UnionType, list):
         return all(map(_is_known_to_transformers, inner))
-    return origin is dict and inner[0] in (str, Any) and _is_known_to_transformers(inner[1])
+    if origin is not dict:
+        return False
+    return not inner or (inner[0] in (str, Any) and _is_known_to_transformers(inner[1]))
 
 
 def _docstring(function: Callable[..., Any], hints: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -298,12 +314,15 @@ class CalledByText(ABC):
 
     def run_text(self, text: str) -> ToolOutput:
         """Execute a call by tag: the text is the only text argument, or a JSON object of arguments."""
-        if (only := text_argument(self.schema)) is not None:
-            return self.run_call({only: text})
         try:
             arguments = json.loads(text)
         except (ValueError, RecursionError):
             arguments = None
+        if (only := text_argument(self.schema)) is not None:
+            is_named = isinstance(arguments, dict) and arguments.keys() == {only}
+            if is_named and isinstance(arguments[only], str):
+                return self.run_call(arguments)
+            return self.run_call({only: text})
         if not isinstance(arguments, dict):
             return ToolOutput(text=f"Write the arguments as a JSON object: {self.usage}", failed=True)
         return self.run_call(arguments)
@@ -322,8 +341,9 @@ class CalledByText(ABC):
 class FunctionTool(CalledByText):
     """A tool around a function, which is called in this process and from several threads.
 
-    A coroutine runs in an event loop of the call. Arguments are converted to the types of the hints. The
-    result is the returned text, other values as JSON, or one line about an exception; ToolFault is raised.
+    Coroutines of all tools share one event loop, so that they may share clients and locks. Arguments are
+    converted to the types of the hints. The result is the returned text, other values as JSON, or one line
+    about an exception; ToolFault is raised.
     """
 
     function: ClassVar[Callable[..., Any]]
@@ -360,6 +380,8 @@ def _as_json(value: Any) -> Any:
     """Convert a value for ``json.dumps``: an Enum member, a model or dataclass with its fields, else text."""
     if isinstance(value, Enum):
         return value.value
+    if callable(convert := getattr(value, "tolist", None)):  # numbers and arrays of numpy, torch and pandas
+        return convert()
     if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return to_jsonable_python(value, fallback=str)
     return str(value)
@@ -435,6 +457,8 @@ def _refusal(function: Callable[..., Any], name: str) -> str:
     except ValueError:
         return "it has no signature: write a function (def) that calls it"
     for parameter in parameters:
+        if isinstance(parameter.default, FieldInfo):
+            return f"the default of {parameter.name} is a Field: write Annotated[..., Field(...)] = default"
         match parameter.kind:
             case inspect.Parameter.VAR_POSITIONAL | inspect.Parameter.VAR_KEYWORD:
                 stars = "*" if parameter.kind is inspect.Parameter.VAR_POSITIONAL else "**"
@@ -447,18 +471,32 @@ def _refusal(function: Callable[..., Any], name: str) -> str:
 
 
 def _await_result(result: Any) -> Any:
-    """Wait for the result if it is a coroutine."""
+    """Wait for the result if it is a coroutine. It runs in the loop of this process, which has a thread of
+    its own, so the caller may have a running loop, for example in a notebook.
+    """
     if not inspect.isawaitable(result):
         return result
 
-    async def wait() -> Any:
-        return await result
+    async def finish() -> tuple[Any, BaseException | None]:
+        try:
+            return await result, None
+        except (Exception, SystemExit) as error:  # raised in the task, SystemExit would end the loop
+            return None, error
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(wait())
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # the running loop of the caller, for example of a notebook, is blocked
-        return pool.submit(asyncio.run, wait()).result()
+    value, error = asyncio.run_coroutine_threadsafe(finish(), _event_loop(os.getpid())).result()
+    if error is not None:
+        raise error
+    return value
+
+
+_loop_lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+
+
+def _event_loop(process: int) -> asyncio.AbstractEventLoop:
+    """Return the loop of a process: a forked one has no threads of its parent."""
+    with _loop_lock:
+        if process not in _loops:
+            _loops[process] = asyncio.new_event_loop()
+            threading.Thread(target=_loops[process].run_forever, daemon=True, name="async tools").start()
+        return _loops[process]

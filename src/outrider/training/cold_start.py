@@ -245,6 +245,16 @@ def imitate_experts(
     paths = successful_paths(traces)
     reason_text = f"; the others: {reasons_line(failure_counts)}" if failure_counts else ""
     note(f"cold start: {len(paths)} of {plural(len(tasks), 'expert rollout')} solved their task{reason_text}")
+    failed = [
+        call
+        for path in paths
+        if (call := next((one for node in path.nodes for one in node.tool_calls if one.is_failed), None))
+    ]
+    if failed:
+        note(
+            f"cold start: {plural(len(failed), 'rollout')} of these imitated although a tool call failed "
+            f"({failed[0].name} with {failed[0].arguments!r}): check the demonstrations"
+        )
     cut = count_cut(traces, limits, context_length=length)
     if cut:
         note(

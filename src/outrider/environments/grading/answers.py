@@ -112,7 +112,8 @@ def _accented(match: re.Match[str]) -> str:
     return unicodedata.normalize("NFC", letter + _ACCENTS[accent])
 
 
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+# not an "a" at the end or before another letter, which is a choice or a name: "A, C", "vitamin A"
+_ARTICLES = re.compile(r"\b(?:an|the)\b(?!\s+a\s*\Z)|\ba\b(?!\s+[a-z]\b|\s*\Z)")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
 # thousands commas and power of ten; letters may follow ("2.5km").
 _NUMBER = re.compile(

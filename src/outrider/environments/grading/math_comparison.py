@@ -156,7 +156,9 @@ def _is_same_single(left: str, right: str) -> bool:
             return _is_same(*amounts) or _is_same_expression(left, right)
     for split in (
         _compare_unions,
+        _compare_logic,
         _compare_matrices,
+        _compare_times,
         _compare_ratios,
         _compare_relations,
     ):
@@ -183,6 +185,14 @@ def _compare_unions(left: str, right: str) -> bool | None:
     return None
 
 
+def _compare_logic(left: str, right: str) -> bool | None:
+    for operator in (r"\lor", r"\land"):  # the one that binds less strongly first
+        parts = [_split_command(text, operator) for text in (left, right)]
+        if max(map(len, parts)) > 1:
+            return _is_same_members(*parts, is_ordered=False)
+    return None
+
+
 def _compare_matrices(left: str, right: str) -> bool | None:
     matrices = [_MATRIX.fullmatch(text.strip()) for text in (left, right)]
     if matrices[0] is None or matrices[1] is None:
@@ -201,6 +211,30 @@ def _compare_matrices(left: str, right: str) -> bool | None:
         return False
     entries = [[entry for row in matrix for entry in row] for matrix in rows]
     return _is_same_members(entries[0], entries[1], is_ordered=True)
+
+
+_TIME = re.compile(
+    r"(\d{1,2}):([0-5]\d)\s*(?:\\text\s*\{\s*|\\,\s*)*(?:([ap])\.?\s*m\.?)?[\s}]*", re.IGNORECASE
+)
+
+
+def _compare_times(left: str, right: str) -> bool | None:
+    """Two times of day, which are no ratios: one has am or pm, or an hour or minutes with a leading zero."""
+    times = [time for text in (left, right) if (time := _TIME.fullmatch(text.strip()))]
+    if len(times) < 2 or not any(time[3] or "0" in (time[1][0], time[2][0]) for time in times):
+        return None
+    first, second = map(_minutes, times)
+    if first == second or (times[0][3] is None) == (times[1][3] is None):
+        return first == second
+    bare = first if times[0][3] is None else second
+    return bare < 13 * 60 and first % 720 == second % 720  # 2:00 may be 2:00 PM
+
+
+def _minutes(time: re.Match[str]) -> int:
+    hour = int(time[1])
+    if time[3]:
+        hour = hour % 12 + 12 * (time[3] in "pP")
+    return 60 * hour + int(time[2])
 
 
 def _compare_ratios(left: str, right: str) -> bool | None:
@@ -482,6 +516,10 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
         )
     except Exception:  # the parser raises all kinds of exceptions
         return None
+    if isinstance(expression, sympy.Basic):
+        # dy/dx of plain symbols, which sympy would evaluate to 0
+        derivatives = [item for item in expression.atoms(sympy.Derivative) if item.expr.is_Symbol]
+        expression = expression.xreplace({item: sympy.Symbol(f"derivative {item}") for item in derivatives})
     return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
 
 
