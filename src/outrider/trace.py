@@ -33,6 +33,10 @@ BODY: Final = "body"
 without those of the chat template. Written only if the update trains on these tokens (``observation_nll``).
 """
 
+NUM_NEW: Final = "num_new"
+"""Key of an environment node's metadata, if its ids restart the context: the number of ids that the context
+did not have before.
+"""
 REBUILT: Final = "rebuilt"
 """Key of an environment node's metadata: its ids are a whole prompt, built anew for this turn. The message is
 the observation in it. The rollout's budget of tokens starts again behind it.
@@ -83,6 +87,13 @@ class Node:
     def is_prompt(self) -> bool:
         """Whether the tokens are a prompt: that of an episode, or one that was built anew for a turn."""
         return self.origin is Origin.PROMPT or REBUILT in self.metadata
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Number of tokens that belong to the rollout's response: none of a prompt, and none that a context
+        rendered anew repeats.
+        """
+        return 0 if self.is_prompt else int(self.metadata.get(NUM_NEW, len(self.token_ids)))
 
     @property
     def receives_advantages(self) -> bool:

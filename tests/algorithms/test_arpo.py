@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,14 @@ def test_released_branching(case: dict[str, Any]) -> None:
     change = case["H_now"] - case["H_init"]
     found = branches(case["u"], change=change, base=case["branch_probability"], weight=case["entropy_weight"])
     assert found is case["branch"]
+
+
+@pytest.mark.parametrize("base", [0.3, 0.7])
+@pytest.mark.parametrize("change", [-1.0, 0.2])
+def test_bernoulli_forks_with_the_probability_of_the_formula(base: float, change: float) -> None:
+    draws = [(number + 0.5) / 1000 for number in range(1000)]
+    share = fmean(branches(u, change=change, base=base, weight=0.4) for u in draws)
+    assert share == pytest.approx(branch_probability(change=change, base=base, weight=0.4), abs=1e-3)
 
 
 @pytest.mark.parametrize("case", VECTORS["entropy"])
@@ -338,8 +347,11 @@ def group_of_one(entropies: list[list[float]]) -> Trace:
 
 def test_the_entropies_of_the_first_rollout_determine_the_first_wave() -> None:
     """k sigmoid((H_root - H_tool) / 2), rounded down, and one more; H_tool is the mean over the turns after a
-    tool.
+    tool, in the released script over all turns.
     """
+    advised = hook(preset="aepo-advised", normalizer="none", reduce="mean", window=4)
+    trace = group_of_one([[3.0] * 2, [1.0] * 3, [2.0] * 3])
+    assert advised.budget(trace) == first_wave_budget(total=16, entropy_root=3.0, entropy_tools=2.0)
     probing = hook(preset="aepo", normalizer="none", reduce="mean", window=4)
     for root, after in ((3.0, [1.0, 2.0]), (1.0, [4.0]), (2.0, [])):
         trace = group_of_one([[root] * 2, *([value] * 3 for value in after)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from outrider.algorithms.grpo import Grpo, GrpoSettings
+from outrider.algorithms.grpo import Grpo, GrpoSettings, OverlongSettings
 from outrider.algorithms.rollout_replay import StoredGroup, restore_groups, snapshot_groups, stored_copy
 from outrider.config import validate
 from outrider.distributed.fsdp import Shape
@@ -240,6 +240,18 @@ def test_the_cost_of_a_rollout_is_the_sum_of_its_contexts() -> None:
     shape = Shape(num_parameters=1000, num_layers=2, attention_width=8)
     parts = [replace(path, nodes=nodes) for nodes in split_contexts(path.nodes)]
     assert len(parts) == 3 and shape.cost([path]) == sum(shape.cost([part]) for part in parts)
+
+
+def test_the_response_has_the_tokens_that_a_context_rendered_anew_repeats_once() -> None:
+    lengths = []
+    for history in ("keep", "strip"):
+        trace, _, _ = play("qwen3", history=history, group=1)
+        [(_, path)] = trace.rollouts()
+        lengths.append(sum(node.num_response_tokens for node in path))
+        reward = OverlongSettings(max_tokens=lengths[0] + 1, buffer=1, counted="all")
+        Grpo(validate(GrpoSettings, {"overlong": reward.model_dump()})).assign_advantages(trace)
+        assert [leaf.intrinsic for leaf in trace.leaves.values()] == [0.0]
+    assert lengths[0] == lengths[1] and any(node.restarts for node in path)
 
 
 def test_a_stored_group_keeps_its_contexts() -> None:

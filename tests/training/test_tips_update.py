@@ -1,6 +1,7 @@
 """The update of EMPO² with tips and without them: the off-policy gradient by an independent way."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,27 @@ def test_the_mask_leaves_rollouts_alone_that_saw_no_tip(mask: Any, num_with_tips
     assert any(gradient.abs().max() > 1e-4 for gradient in found.values())
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient.to(found[name].dtype), rtol=1e-4, atol=1e-6)
+
+
+def test_a_pass_with_tips_that_is_not_finite_skips_the_step() -> None:
+    lm = tiny_model(dtype=torch.float64)
+    policy = Policy(lm, OptimizerSettings(learning_rate=1e-2))
+    score = policy.score
+
+    def broken(batch: Any) -> Any:
+        scores = score(batch)
+        if torch.is_grad_enabled():
+            return scores
+        return replace(scores, logprobs_T=scores.logprobs_T.index_fill(0, torch.tensor([1]), torch.nan))
+
+    policy.score = broken  # type: ignore[method-assign]
+    before = {name: master.clone() for name, master in policy.masters.items()}
+    report = update(
+        policy, [group(lm, off=True)], objective=OffPolicyObjective(sampler_correction=None),
+        settings=UpdateSettings(max_logprob_gap=99.0), reference=None,
+    )  # fmt: skip
+    assert report.metrics["grad/num_skipped"] == 1.0
+    assert all(master.equal(before[name]) for name, master in policy.masters.items())
 
 
 def updated(policy: Policy, trace: Trace, objective: OffPolicyObjective, *, max_tokens: int) -> Any:

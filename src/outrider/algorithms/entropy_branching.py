@@ -70,8 +70,9 @@ def branches(
     """Decide whether to fork.
 
     ``bernoulli`` draws with :func:`branch_probability` (the released ARPO, ``clip(u - w dH, 0, 1) <= p``, is
-    equivalent for p in (0, 1)). ``threshold`` forks iff that probability exceeds ``threshold`` (ARPO section
-    3.1). ``aepo_released`` forks iff ``clip((u + w dH) (1 - penalty l), 0, 1) >= p``.
+    equivalent for p in (0, 1), and ignores the entropy for p = 1). ``threshold`` forks iff that probability
+    exceeds ``threshold`` (ARPO section 3.1). ``aepo_released`` forks iff ``clip((u + w dH) (1 - penalty l),
+    0, 1) >= p``.
     """
     if decision == "aepo_released":
         return min(1.0, max(0.0, (u + weight * change) * max(0.0, 1.0 - penalty * streak))) >= base
@@ -221,7 +222,9 @@ class BranchHook(StatelessHook):
             return self.settings.num_first(
                 self.group_size
             )  # an infrastructure fault: no entropies to base N on
-        after_tools = written[1:] or written
+        # the released script averages over all segments, the paper over those after a tool call
+        is_released = self.settings.decision == "aepo_released"
+        after_tools = written if is_released else written[1:] or written
         tools = sum(self._entropy(node) for node in after_tools) / len(after_tools)
         return first_wave_budget(
             total=self.group_size, entropy_root=self._entropy(written[0]), entropy_tools=tools

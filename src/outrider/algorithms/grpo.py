@@ -306,11 +306,7 @@ class OnPolicyBatch(OnPolicyGroup):
                 if overlong is not None:
                     longest, buffer = overlong.bounds(self._max_response_tokens)
                     counts_all = overlong.counted == "all"
-                    length = sum(
-                        len(node.token_ids)
-                        for node in path
-                        if node.trainable or (counts_all and not node.is_prompt)
-                    )
+                    length = sum(node.num_response_tokens for node in path if node.trainable or counts_all)
                     shaping += overlong_penalty(
                         length=length, max_length=longest, buffer=buffer, factor=overlong.factor
                     )

@@ -20,6 +20,7 @@ from outrider.config import Settings
 from outrider.environments.base import StepResult
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import Hit, StepFilter, StepRecord, history_text
+from outrider.memory.tips import SIMILARITY_DIGITS
 from outrider.rollout.hooks import (
     HYBRID,
     Attempt,
@@ -397,9 +398,11 @@ class RetrievalHook(Hook):
         seen, allowed = self._record_texts(excluded), self._filter(task, excluded)
         vectors = self.buffer.embedder.embed([history_text(task.question, steps)])
         num_hits, least = 1, self.settings.min_similarity
+        # equal situations have a cosine of 1 up to rounding only
+        least = -math.inf if least is None else least - 10**-SIMILARITY_DIGITS
         while True:
             hits = self.buffer.query_vectors(vectors, [allowed], k=num_hits)[0]
-            similar = [hit for hit in hits if hit.similarity >= (-math.inf if least is None else least)]
+            similar = [hit for hit in hits if hit.similarity >= least]
             fresh = next((hit for hit in similar if _text_pair(hit.record) not in seen), None)
             if fresh is not None or len(similar) < num_hits:
                 return fresh

@@ -40,7 +40,17 @@ from outrider.rollout.settings import Limits
 from outrider.seeding import reset_seed, stream_seed
 from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
-from outrider.trace import BODY, DESCRIBED_TOOLS, EARLIER_RETURN, EPISODE, REFLECTION, Leaf, Node, Trace
+from outrider.trace import (
+    BODY,
+    DESCRIBED_TOOLS,
+    EARLIER_RETURN,
+    EPISODE,
+    NUM_NEW,
+    REFLECTION,
+    Leaf,
+    Node,
+    Trace,
+)
 from outrider.types import Message, Origin, Outcome, Step, Task, ToolSchema
 
 if TYPE_CHECKING:
@@ -603,7 +613,7 @@ class EpisodeRunner:
         state.last_node = state.trace.append(
             parent=state.last_node.node_id, origin=Origin.ENVIRONMENT, token_ids=token_ids,
             message=join_messages(observations), restarts=restarts,
-            metadata=metadata | ({"restarts": True} if restarts else {}),
+            metadata=metadata | ({"restarts": True, NUM_NEW: num_new} if restarts else {}),
         )  # fmt: skip
         state.num_response_tokens += num_new
         return True

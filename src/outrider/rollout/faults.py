@@ -295,7 +295,7 @@ def limiting_setting(leaf: Leaf, path: Sequence[Node], limits: Limits, *, contex
         return str(path[-1].metadata[LIMIT])
     context = split_contexts(path)[-1]
     counted = context if context and REBUILT in context[0].metadata else path
-    left = limits.max_response_tokens - sum(len(node.token_ids) for node in counted if not node.is_prompt)
+    left = limits.max_response_tokens - sum(node.num_response_tokens for node in counted)
     room = context_length - sum(len(node.token_ids) for node in context)
     if leaf.outcome is not Outcome.TRUNCATED_TOKENS and min(left, room) > 0:
         return None  # an external program's own limit of a turn

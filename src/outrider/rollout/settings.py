@@ -72,6 +72,11 @@ class RolloutSettings(Limits):
             raise ValueError(f"max_turns = {limits}: the limits have to grow")
         if bool(self.earlier_max_turns) != (self.steps_per_limit is not None):
             raise ValueError("steps_per_limit belongs to a list of max_turns and to nothing else")
+        if self.earlier_max_turns and self.max_turns > self.max_response_tokens:
+            raise ValueError(
+                f"max_turns = {limits}: {self.max_turns} turns need more than the {self.max_response_tokens} "
+                "tokens of rollout.max_response_tokens"
+            )
         return self
 
     def at_step(self, step: int) -> Limits:

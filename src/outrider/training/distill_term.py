@@ -61,6 +61,12 @@ class OtherScores:
         rows_T = torch.searchsorted(self.keys_S, keys_T).clamp(max=len(self.keys_S) - 1)
         return rows_T, self.keys_S[rows_T] == keys_T
 
+    def is_finite(self, batch: PackedBatch) -> bool:
+        """Whether all log-probs of entries with another rendering are finite numbers."""
+        rows_T, is_scored_T = self.find(batch)
+        device = self.scores.logprobs_T.device
+        return bool(self.scores.logprobs_T[rows_T[is_scored_T].to(device)].isfinite().all())
+
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Return the log-probs of the entries [T], NaN for those of rollouts without another rendering."""
         rows_T, is_scored_T = self.find(batch)

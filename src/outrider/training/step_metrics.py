@@ -600,7 +600,7 @@ def measured_means(group_advantages: Sequence[GroupAdvantages]) -> dict[str, flo
 
 
 def _num_tokens(path: Sequence[Node]) -> int:
-    return sum(len(node.token_ids) for node in path if not node.is_prompt)
+    return sum(node.num_response_tokens for node in path)
 
 
 def _total(nodes: Sequence[Node], name: str) -> float:

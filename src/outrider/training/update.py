@@ -560,6 +560,7 @@ class _Update:
         old_T = old.logprobs_T.detach()
         with_tips_T = None if with_tips is None else with_tips.logprobs(batch).to(old_T)
         is_finite = term is None or tokens is None or term.is_finite(tokens)
+        is_finite = is_finite and (with_tips is None or with_tips.is_finite(batch))
         if term is not None and tokens is not None and not term.settings.has_term and is_finite:
             values_T = term.advantages(tokens, batch, old_T, self.accumulator)
             batch = replace(batch, advantages_T=values_T)
