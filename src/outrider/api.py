@@ -350,6 +350,7 @@ def _task_set(plugin: Any) -> Any:
 def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     """Validate everything that can be validated without torch. Returns the new folder."""
     from outrider.engines.base import require_known_model
+    from outrider.planning.plan import unpacked_refusal
     from outrider.training.run_dir import require_free
     from outrider.training.settings import require_experts, require_extras
 
@@ -357,6 +358,8 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
     require_free(folder)
     require_experts(settings)
     require_extras(settings)
+    if refusal := unpacked_refusal(settings):
+        raise ConfigError(refusal)
     require_paths(settings, search_folders())
     require_known_model(settings.model.name)
     return folder

@@ -22,7 +22,7 @@ from outrider.environments.scienceworld.environment import ScienceWorldConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evaluation.grading import Grader, Scorer, find_variant
-from outrider.evaluation.model import load_language_model, resolve, weights_hash
+from outrider.evaluation.model import resolve, weights_hash
 from outrider.evaluation.report import build_report
 from outrider.evaluation.results import EvalTasksStore, SampleResult
 from outrider.evaluation.run import LocalPlayer, play_eval_tasks, run_evaluation
@@ -31,6 +31,7 @@ from outrider.rollout.settings import Limits
 from outrider.training.checkpoint import save_checkpoint
 from outrider.training.policy import Policy
 from outrider.training.settings import ModelSettings, OptimizerSettings, RunSettings
+from outrider.training.setup import load_frozen
 from outrider.types import Outcome, Task
 from outrider.viewer.progress import Progress
 from tests.evaluation.eval_tasks import evaluate, results, summary
@@ -177,11 +178,11 @@ def test_a_run_or_a_checkpoint_is_a_model(
         hashes.append(weights_hash(base))
     chosen = resolve(ModelSettings(name=str(run), context_length=99))
     assert (chosen.name, chosen.precision, chosen.context_length) == (str(root / "model"), "float32", 99)
-    assert weights_hash(load_language_model(chosen)) == hashes[1]
+    assert weights_hash(load_frozen(chosen)) == hashes[1]
     checkpoint = run / "checkpoints" / "step-000002"
-    assert weights_hash(load_language_model(resolve(ModelSettings(name=str(checkpoint))))) == hashes[0]
+    assert weights_hash(load_frozen(resolve(ModelSettings(name=str(checkpoint))))) == hashes[0]
     given = ModelSettings(name=str(root / "model"), precision="float32", initial_checkpoint=str(checkpoint))
-    assert resolve(given) == given and weights_hash(load_language_model(given)) == hashes[0]
+    assert resolve(given) == given and weights_hash(load_frozen(given)) == hashes[0]
     assert len({untrained, *hashes}) == 3
     made: list[weakref.ref[Policy]] = []
 
@@ -190,8 +191,8 @@ def test_a_run_or_a_checkpoint_is_a_model(
             super().__init__(*arguments, **options)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr("outrider.evaluation.model.Policy", Seen)
-    loaded = load_language_model(chosen)
+    monkeypatch.setattr("outrider.training.setup.Policy", Seen)
+    loaded = load_frozen(chosen)
     gc.collect()
     assert made[0]() is None  # with its masters
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())

@@ -281,8 +281,8 @@ class CombinedSettings(OffPolicyObjective, ExplorationSettings):
 
 
 class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
-    """RAPO. Every ablation of the paper is a setting. Defaults are those of the paper if it states one, except
-    for the sizes of a group: 8 rollouts of which 4 retrieve, where the paper has 16 and 8.
+    """RAPO. Every ablation of the paper is a setting. Defaults are those of the paper if it states one; only
+    a group has 8 rollouts, of which 4 retrieve, where the paper has 16 and 8.
 
     ``retrieval`` configures when and what to retrieve. Set ``branch`` to fork rollouts as well.
     """

@@ -5,17 +5,15 @@ run.
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from outrider.engines.local.model import LanguageModel, load_model
+from outrider.engines.local.model import LanguageModel
 from outrider.errors import CheckpointError
 from outrider.training.checkpoint import STATE, checkpoints_newest_first
-from outrider.training.policy import MASTERS, SHARDS, Policy
+from outrider.training.policy import MASTERS, SHARDS
 from outrider.training.run_dir import recorded_settings
-from outrider.training.settings import ModelSettings, OptimizerSettings
-from outrider.training.setup import load_weights
+from outrider.training.settings import ModelSettings
 
 
 def resolve(settings: ModelSettings) -> ModelSettings:
@@ -41,23 +39,6 @@ def resolve(settings: ModelSettings) -> ModelSettings:
     trained = recorded_settings(run / "config.toml").model
     overrides = {name: value for name, value in settings if name in settings.model_fields_set - {"name"}}
     return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **overrides})
-
-
-def load_language_model(settings: ModelSettings) -> LanguageModel:
-    """Load the model of resolved settings (:func:`resolve`). Raises ModelError and CheckpointError."""
-    loaded = load_model(
-        settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
-    )
-    if settings.initial_checkpoint is None:
-        loaded.model.requires_grad_(False)
-        return loaded
-    # a policy knows masters and adapters; on a GPU, its float32 masters would need twice the model's memory
-    states: Literal["float32", "cpu"] = "float32" if settings.device == "cpu" else "cpu"
-    policy = Policy(
-        loaded, OptimizerSettings(states=states), lora=settings.lora, trained_layers=settings.trained_layers
-    )
-    load_weights(policy, Path(settings.initial_checkpoint))
-    return policy.freeze()
 
 
 def weights_hash(loaded: LanguageModel) -> str:

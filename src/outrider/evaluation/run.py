@@ -21,7 +21,7 @@ from outrider.engines.local.model import check_positions, resolve_precision
 from outrider.environments.tool_qa.rewards import discover_judge
 from outrider.errors import ConfigError, EngineFault
 from outrider.evaluation.grading import FinishedRollout, Grader, find_variant, from_collected, from_trace
-from outrider.evaluation.model import load_language_model, resolve, template_hash, weights_hash
+from outrider.evaluation.model import resolve, template_hash, weights_hash
 from outrider.evaluation.report import EvalTasksReport, build_report, requested_samples
 from outrider.evaluation.results import RESULTS, SUMMARY, EvalTasksStore, SampleResult
 from outrider.evaluation.tasks import (
@@ -41,7 +41,7 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.training.policy import set_threads
 from outrider.training.resume import note_start
 from outrider.training.settings import ModelSettings
-from outrider.training.setup import make_renderer
+from outrider.training.setup import load_frozen, make_renderer
 from outrider.types import Json, Task
 from outrider.viewer.progress import (
     SET_UP,
@@ -88,7 +88,7 @@ class LocalPlayer:
         """
         resolved = resolve(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
-        loaded = load_language_model(resolved)
+        loaded = load_frozen(resolved)
         if loaded.unpacked is not None:  # slower than planned
             note(describe_path(loaded, resolved.name))
         check_positions(settings, model=model_settings.name, longest=loaded.context_length, note=note)

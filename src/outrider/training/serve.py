@@ -21,7 +21,6 @@ from outrider.environments.agent.server import Gateway
 from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session
 from outrider.environments.conversations import Conversation
 from outrider.errors import ConfigError, EngineFault
-from outrider.evaluation.model import load_language_model
 from outrider.printing import one_line, print_lines
 from outrider.rollout.external_agent import Unanswerable, opening_ids, sampled_turn
 from outrider.seeding import stream_seed
@@ -29,7 +28,7 @@ from outrider.tokens import ChatRenderer
 from outrider.training.export import ConversationDefaults, find_checkpoint, read_defaults
 from outrider.training.policy import set_threads
 from outrider.training.settings import RunSettings
-from outrider.training.setup import make_renderer
+from outrider.training.setup import load_frozen, make_renderer
 from outrider.types import Message
 from outrider.viewer.server import bind, is_loopback
 
@@ -189,7 +188,7 @@ def load_server(checkpoint: Path, settings: RunSettings, *, note: Callable[[str]
     """Load the weights of a checkpoint. Raises ModelError and CheckpointError."""
     model = settings.model.model_copy(update={"initial_checkpoint": str(checkpoint)})
     set_threads(settings.num_threads, device=model.device)
-    language_model = load_language_model(model)
+    language_model = load_frozen(model)
     return PolicyServer(
         settings=settings,
         engine=make_engine(language_model, context_length=model.context_length),

@@ -19,7 +19,7 @@ from outrider.algorithms.distill_help import add_help_hook, file_lines, find_hel
 from outrider.config import shown_path
 from outrider.engines.base import Engine, EngineContext
 from outrider.engines.local.engine import describe_path
-from outrider.engines.local.model import check_positions, load_model, resolve_precision
+from outrider.engines.local.model import LanguageModel, check_positions, load_model, resolve_precision
 from outrider.environments.base import (
     EnvironmentFactory,
     EnvironmentSettings,
@@ -32,7 +32,6 @@ from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import TokenCounter, copy_database
 from outrider.metrics import declare
-from outrider.planning.plan import unpacked_refusal
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
 from outrider.printing import plural, shell_command
@@ -60,7 +59,13 @@ from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
 from outrider.training.resume import note_start, require_continuable
 from outrider.training.run_dir import RunDirectory
-from outrider.training.settings import ModelSettings, RunSettings, require_experts, require_extras
+from outrider.training.settings import (
+    ModelSettings,
+    OptimizerSettings,
+    RunSettings,
+    require_experts,
+    require_extras,
+)
 from outrider.training.trainer import Trainer
 from outrider.types import Task
 from outrider.viewer.progress import (
@@ -250,8 +255,6 @@ def build(
     """
     require_experts(settings)
     require_extras(settings)
-    if refusal := unpacked_refusal(settings):
-        raise ConfigError(refusal)
     model_settings = settings.model
     set_threads(settings.num_threads, device=model_settings.device)
     task_set = make_task_set(settings.environment)
@@ -386,6 +389,23 @@ def make_policy(settings: RunSettings, *, initial: bool = True) -> Policy:
     if initial and model_settings.initial_checkpoint is not None:
         load_weights(policy, Path(model_settings.initial_checkpoint))
     return policy
+
+
+def load_frozen(settings: ModelSettings) -> LanguageModel:
+    """Load a model, with the weights of ``initial_checkpoint`` if it is set, that does not train. Raises
+    ModelError and CheckpointError.
+    """
+    loaded = load_model(
+        settings.name, precision=settings.precision, device=settings.device, forward=settings.forward
+    )
+    if settings.initial_checkpoint is None:
+        loaded.model.requires_grad_(False)
+        return loaded
+    # a policy knows masters and adapters; on a GPU, its float32 masters would need twice the model's memory
+    optimizer = OptimizerSettings(states="float32" if settings.device == "cpu" else "cpu")
+    policy = Policy(loaded, optimizer, lora=settings.lora, trained_layers=settings.trained_layers)
+    load_weights(policy, Path(settings.initial_checkpoint))
+    return policy.freeze()
 
 
 def load_weights(policy: Policy, checkpoint: Path) -> None:
