@@ -199,6 +199,8 @@ def test_nothing_below_the_least_similarity_is_shown(buffer: StepTraceBuffer) ->
     middle = float(np.median(without))
     above, hook = similarities(min_similarity=middle)
     assert min(without) < middle and above and min(above) >= middle
+    # a cosine of 1 may be rounded down
+    assert similarities(min_similarity=min(1.0, max(without) + 5e-7))[0]
     # steps that were too far count as an opportunity without a candidate
     assert hook.counts["retrievals"] == len(above)
     assert hook.counts["empty"] == hook.counts["opportunities"] - len(above) > 0

@@ -3,7 +3,9 @@ replaced by computing the step again at every replay.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,3 +167,55 @@ def test_a_step_is_computed_without_the_deterministic_mode_and_restores_it(model
     finally:
         torch.use_deterministic_algorithms(False)
     assert modes[0] and not any(modes[1:])  # prefill, steps
+
+
+def test_the_cache_is_reserved_with_its_padding_at_once(model, monkeypatch):
+    _, graphs = _engines(model)
+    sizes = []
+    reserve = SlotCache.reserve
+
+    def keep(self, num_slots, num_positions, **options):
+        reserve(self, num_slots, num_positions, **options)
+        if self.num_slots not in sizes:
+            sizes.append(self.num_slots)
+
+    monkeypatch.setattr(SlotCache, "reserve", keep)
+    graphs.generate(_requests(7))
+    assert sizes == [1, DecodeGraphs.num_slots(7)]
+
+
+def test_a_failed_recording_gives_its_memory_back(model, monkeypatch):
+    """With stand-ins for CUDA, which record what is called."""
+    called = []
+
+    class Graph:
+        def capture_begin(self, **options):
+            called.append("begin")
+
+        def capture_end(self):
+            called.append("end")
+            raise RuntimeError("capture invalidated")
+
+    @contextmanager
+    def stream(_):
+        called.append("stream")
+        yield
+        called.append("stream before")
+
+    cuda = SimpleNamespace(
+        CUDAGraph=Graph, Stream=lambda _: SimpleNamespace(wait_stream=lambda other: None), stream=stream,
+        current_stream=lambda _: None, synchronize=lambda _: None, empty_cache=lambda: None,
+        graph_pool_handle=lambda: (0, 1),
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", cuda)
+    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        monkeypatch.setattr(
+            torch._C, name, lambda device, pool, name=name: called.append((name, pool)), raising=False
+        )
+    graphs = DecodeGraphs(model)
+    monkeypatch.setattr(graphs, "_step", lambda *_: torch.zeros(1))
+    with pytest.raises(RuntimeError, match="capture invalidated"):
+        graphs._capture(torch.zeros(3, 1), 1, SlotCache(dtype=torch.float32, device=torch.device("cpu")))
+    assert called == [
+        "stream", "begin", "end", ("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1)),
+    ]  # fmt: skip

@@ -176,6 +176,13 @@ def test_a_gpu_s_products_get_a_fixed_workspace_and_no_attention_of_cudnn(
         set_threads(num, device="cuda")
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         assert not torch.backends.cuda.cudnn_sdp_enabled()
+        set_threads(num, device="xpu:0")  # another device of torch
+        current: list[int] = []
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        for is_available in (False, True):  # without a GPU, loading the model reports it
+            monkeypatch.setattr(torch.cuda, "is_available", lambda found=is_available: found)
+            set_threads(num, device="cuda:1")
+        assert current == [1]
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
         set_threads(num)

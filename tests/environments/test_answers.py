@@ -45,6 +45,7 @@ def test_normalisation_agrees_with_the_recorded_cases(text: str, expected: str) 
         ("A, C", "c", "a c"),
         ("(A) (C)", "c", "a c"),
         ("Vitamin A", "vitamin", "vitamin a"),
+        ("Hepatitis A and B", "hepatitis and b", "hepatitis a and b"),
         ("%", "", "%"),
         ("costs $1,234.50 now", "costs 123450 now", "costs 1234.5 now"),
     ],
@@ -53,6 +54,13 @@ def test_normalisation_differs_from_squad_to_preserve_numbers_and_letters(
     text: str, upstream: str, ours: str
 ) -> None:
     assert normalize_answer(text) == ours != upstream
+
+
+@pytest.mark.parametrize(
+    "text", ["T cell", "D minor chord", "J. K. Rowling novel", "5 km run", "c. 1900 chair"]
+)
+def test_an_article_before_a_letter_or_number_is_removed(text: str) -> None:
+    assert normalize_answer(f"a {text}") == normalize_answer(text)
 
 
 @pytest.mark.parametrize("text", ["2020-25", "x-6", "f(x)-6", "v1.2", "3\\sqrt{3} - 6", "1,2,3", "B12"])

@@ -162,6 +162,9 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
     "logic and derivatives": [
         (r"p \land q", r"q \wedge p"), (r"x>1 \land x<3", r"1<x<3"), (r"\frac{dy}{dx}=2x", "2x"),
         (r"\frac{dy}{dx}=-2y", r"\frac{dy}{dx}=-y\cdot 2"),
+        (r"1 \lor 2", "1 or 2"), (r"1 \land 2", "1, 2"), (r"x=1 \lor 2", "x=1 or 2"),
+        (r"p \land q", "p and q"), (r"\frac{d}{dx}x", "1"), (r"\frac{d}{dx}x^2", "2x"),
+        ("x = 1 or x = 2", "x = 1 and x = 2"),
     ],
     "as users write them": [
         (r"3\mathrm{~cm}", "3"), (r"\mathbf{\frac{1}{2}}", r"\frac12"), (r"\textbf{5}", "5"),
@@ -338,9 +341,10 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
     "times of day": [
         ("2:00", "1:00"), ("2:00 PM", "1:00 PM"), ("9:00 AM", "9:00 PM"), ("08:00", "09:00"),
         ("14:00", "3:00"), ("14:00", "2:00 AM"), ("10:05", "5:15"), ("9:00", r"9:30\text{ AM}"),
+        ("0:30", "12:30 PM"),
     ],
     "logic and derivatives": [
-        (r"p \land q", r"p \lor q"), (r"(p\land q)\lor r", r"(p\lor q)\land r"), (r"p \wedge q", r"p \vee q"),
+        (r"p \land q", r"p \lor q"), (r"p \wedge q", r"p \vee q"),
         (r"\frac{dy}{dx}=-2y", r"\frac{dy}{dx}=2y"), (r"\frac{dy}{dx}", r"\frac{dx}{dy}"),
         (r"\frac{dy}{dx}+y=0", r"\frac{dy}{dx}+2y=0"), (r"\frac{dy}{dx}", "0"),
     ],

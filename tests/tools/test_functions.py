@@ -584,6 +584,20 @@ def test_coroutines_share_one_event_loop() -> None:
     ]
 
 
+def test_a_coroutine_may_call_another_tool() -> None:
+    inner = tool_class(slow)()
+
+    async def outer(text: str) -> str:
+        """Return a text.
+
+        Args:
+            text: what to return
+        """
+        return inner.run_call({"text": text}).text
+
+    assert tool_class(outer)().run_call({"text": "well"}).text == "well!"
+
+
 def test_a_call_by_tag_may_name_its_only_argument() -> None:
     tool = tool_class(shout)()
     for text in ("well", '{"text": "well"}', ' {"text": "well"}\n'):
@@ -600,6 +614,8 @@ def test_a_call_by_tag_may_name_its_only_argument() -> None:
         (list[float] | None, [0.5], ["x"]),
         (Dict, {"a": 1}, None),  # noqa: UP006
         (List[Dict], [{"a": 1}], None),  # noqa: UP006
+        (list[int], [1, 2], ["1"]),
+        (list[float], [1, 2.5], [True]),
     ],
 )
 def test_elements_of_lists_and_dictionaries_are_checked(hint: Any, fits: Json, fails: Json) -> None:
@@ -613,7 +629,7 @@ def test_elements_of_lists_and_dictionaries_are_checked(hint: Any, fits: Json, f
 
     show.__annotations__["values"] = hint
     tool = tool_class(show)()
-    assert json.loads(tool.run_call({"values": fits}).text) == fits
+    assert tool.run_call({"values": fits}).text == json.dumps(fits)  # no value is converted
     if fails is not None:
         assert tool.run_call({"values": fails}).failed
 
@@ -644,12 +660,17 @@ def test_numbers_and_arrays_of_numpy_are_json() -> None:
         Args:
             kind: of the result
         """
-        results = {"number": np.int64(3), "array": np.array([1, 2]), "inside": {"a": np.float32(0.5)}}
         return results[kind]
 
+    results = {
+        "number": np.int64(3), "array": np.array([1, 2]), "inside": {"a": np.float32(0.5)},
+        "long": np.array([1.5], dtype=np.longdouble), "day": np.datetime64("2020-01-01", "ns"),
+        "kind": np.ndarray,
+    }  # fmt: skip
     tool = tool_class(count)()
-    outputs = [tool.run_call({"kind": kind}).text for kind in ("number", "array", "inside")]
-    assert outputs == ["3", "[1, 2]", '{"a": 0.5}']
+    outputs = [tool.run_call({"kind": kind}).text for kind in results]
+    assert outputs[:4] == ["3", "[1, 2]", '{"a": 0.5}', "[1.5]"]
+    assert "2020-01-01" in outputs[4] and "ndarray" in outputs[5]
 
 
 def test_a_field_as_default_is_refused() -> None:

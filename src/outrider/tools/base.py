@@ -201,7 +201,8 @@ def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
     if isinstance(schema, Mapping) and depth < _MAX_DEPTH:
         if isinstance(reference := schema.get("$ref"), str):
             return _values(resolve_reference(reference, root), root, depth + 1)
-        if branches := schema.get("anyOf") or schema.get("oneOf"):
+        branches = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(branches, list) and not schema.keys() & {"type", "enum", "const"}:
             return [value for branch in branches for value in _values(branch, root, depth)]
     accepted = accepted_values(schema, root)
     if accepted is None:

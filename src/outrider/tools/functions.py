@@ -17,6 +17,7 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin, overload
 
@@ -47,8 +48,7 @@ class Undescribed(Exception):
 def describe_function(
     function: Callable[..., Any], name: str
 ) -> tuple[ToolSchema, Mapping[str, TypeAdapter[Any]]]:
-    """Return the schema of a function, and converters for arguments of other types than JSON and for lists
-    and dictionaries, whose elements they check.
+    """Return the schema of a function, and converters for arguments of other types than JSON.
 
     Raises Undescribed, with the name of the argument, if hints or docstring are incomplete.
     """
@@ -57,9 +57,6 @@ def describe_function(
     definitions: dict[str, Any] = {}
     adapted = {key: _adapt(key, hint, definitions) for key, hint in hints.items() if not _is_json(hint)}
     converters = {key: adapter for key, (adapter, _) in adapted.items()}
-    converters |= {
-        key: TypeAdapter(hint) for key, hint in hints.items() if key not in adapted and _has_elements(hint)
-    }
     is_known = all(map(_is_known_to_transformers, hints.values()))
     if is_known and (schema := _try_transformers_schema(function, name)) is not None:
         return schema, converters
@@ -148,6 +145,14 @@ def _is_json(hint: Any) -> bool:
     if origin is dict:
         return not inner or (inner[0] in (str, Any) and _is_json(inner[1]))
     return any(hint is item for item in _JSON)
+
+
+def element_checks(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """Return adapters for the lists and dictionaries of JSON among the arguments, whose schema is checked
+    without their elements.
+    """
+    hints = _hints(function, inspect.signature(function).parameters)
+    return {key: TypeAdapter(hint) for key, hint in hints.items() if _is_json(hint) and _has_elements(hint)}
 
 
 def _has_elements(hint: Any) -> bool:
@@ -348,12 +353,16 @@ class FunctionTool(CalledByText):
 
     function: ClassVar[Callable[..., Any]]
     converters: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
+    element_checks: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
         values: dict[str, Any] = dict(arguments)
-        for name in self.converters.keys() & values.keys():
+        for name in values:
             try:
-                values[name] = self.converters[name].validate_python(values[name])
+                if name in self.converters:
+                    values[name] = self.converters[name].validate_python(values[name])
+                elif name in self.element_checks:
+                    self.element_checks[name].validate_python(values[name], strict=True)
             except ValidationError as error:
                 return ToolOutput(
                     text=f"The argument {name!r} of {self.name}: {error_line(error)}", failed=True
@@ -376,12 +385,16 @@ class FunctionTool(CalledByText):
         """Nothing to release."""
 
 
+_NUMBER_KINDS: Final = ("b", "i", "u", "f")  # numpy's
+
+
 def _as_json(value: Any) -> Any:
     """Convert a value for ``json.dumps``: an Enum member, a model or dataclass with its fields, else text."""
     if isinstance(value, Enum):
         return value.value
-    if callable(convert := getattr(value, "tolist", None)):  # numbers and arrays of numpy, torch and pandas
-        return convert()
+    if not isinstance(value, type) and getattr(getattr(value, "dtype", None), "kind", None) in _NUMBER_KINDS:
+        values = value.tolist()  # of numpy and pandas
+        return float(values) if type(values) is type(value) else values
     if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return to_jsonable_python(value, fallback=str)
     return str(value)
@@ -404,6 +417,7 @@ def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:
     fields = {
         "function": staticmethod(function),
         "converters": converters,
+        "element_checks": element_checks(function),
         "name": name,
         "usage": usage_line(schema),
         "schema": schema,
@@ -480,23 +494,31 @@ def _await_result(result: Any) -> Any:
     async def finish() -> tuple[Any, BaseException | None]:
         try:
             return await result, None
-        except (Exception, SystemExit) as error:  # raised in the task, SystemExit would end the loop
+        # raised in the task, the last two would end the loop
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             return None, error
 
-    value, error = asyncio.run_coroutine_threadsafe(finish(), _event_loop(os.getpid())).result()
+    loop, thread = _event_loop(os.getpid())
+    if threading.current_thread() is thread:  # a coroutine that calls another tool blocks the loop
+        with ThreadPoolExecutor(1) as pool:
+            value, error = pool.submit(asyncio.run, finish()).result()
+    else:
+        value, error = asyncio.run_coroutine_threadsafe(finish(), loop).result()
     if error is not None:
         raise error
     return value
 
 
 _loop_lock = threading.Lock()
-_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
 
 
-def _event_loop(process: int) -> asyncio.AbstractEventLoop:
-    """Return the loop of a process: a forked one has no threads of its parent."""
+def _event_loop(process: int) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    """Return the loop of a process and its thread: a forked process has no threads of its parent."""
     with _loop_lock:
         if process not in _loops:
-            _loops[process] = asyncio.new_event_loop()
-            threading.Thread(target=_loops[process].run_forever, daemon=True, name="async tools").start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=loop.run_forever, daemon=True, name="async tools")
+            thread.start()
+            _loops[process] = loop, thread
         return _loops[process]

@@ -252,8 +252,8 @@ def imitate_experts(
     ]
     if failed:
         note(
-            f"cold start: {plural(len(failed), 'rollout')} of these imitated although a tool call failed "
-            f"({failed[0].name} with {failed[0].arguments!r}): check the demonstrations"
+            f"cold start: in {len(failed)} of these rollouts a tool call failed, and they are imitated "
+            f"anyway; check the demonstrations ({failed[0].name}: {failed[0].arguments})"
         )
     cut = count_cut(traces, limits, context_length=length)
     if cut:

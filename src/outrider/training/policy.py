@@ -987,7 +987,8 @@ def set_threads(num_threads: int, *, device: str = "cpu") -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         # cuDNN prepares a program for every pair of lengths, and rollouts have new ones at every turn
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if (index := torch.device(device).index) is not None:
+        index = torch.device(device).index
+        if device.startswith("cuda") and index is not None and torch.cuda.is_available():
             # streams and graphs are made on the current device, whatever device the weights are on
             torch.cuda.set_device(index)
     # oneDNN and torch each keep 1,024 programs of 0.3 MB, one per product and number of rows; few numbers of

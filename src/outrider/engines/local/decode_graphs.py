@@ -120,6 +120,7 @@ class DecodeGraphs:
                 except RuntimeError:
                     with suppress(AttributeError, RuntimeError):
                         torch._C._cuda_endAllocateToPool(device.index, pool)
+                        torch._C._cuda_releasePool(device.index, pool)
                     raise
         torch.cuda.current_stream(device).wait_stream(side)
         return _Captured(graph, inputs_3B, logits_BV)

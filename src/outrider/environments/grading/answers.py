@@ -112,8 +112,7 @@ def _accented(match: re.Match[str]) -> str:
     return unicodedata.normalize("NFC", letter + _ACCENTS[accent])
 
 
-# not an "a" at the end or before another letter, which is a choice or a name: "A, C", "vitamin A"
-_ARTICLES = re.compile(r"\b(?:an|the)\b(?!\s+a\s*\Z)|\ba\b(?!\s+[a-z]\b|\s*\Z)")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 # A number: optional sign that does not follow a word or another number ("2020-25" is a range), optional
 # thousands commas and power of ten; letters may follow ("2.5km").
 _NUMBER = re.compile(
@@ -208,7 +207,23 @@ def normalize_answer(text: str) -> str:
         position = match.end()
     words.append(parted[position:].translate(_DELETE_PUNCTUATION))
     collapsed = " ".join("".join(words).split())
-    return " ".join(_ARTICLES.sub(" ", collapsed).split()) or collapsed or lowered or text.strip()
+    return " ".join(_without_articles(collapsed).split()) or collapsed or lowered or text.strip()
+
+
+def _without_articles(text: str) -> str:
+    """Remove articles; an "a" among the letters at the end is a choice or a name ("A, C", "vitamin A")."""
+    start = len(text)  # of the last words that are letters, or join letters
+    for word in reversed(text.split(" ")):
+        if not (len(word) == 1 and word.isalpha()) and word not in ("and", "or"):
+            break
+        start -= len(word) + 1
+
+    def replaced(match: re.Match[str]) -> str:
+        is_letter = match[0] == "a" and match.start() > start
+        is_before_letter = match[0] != "a" and text[match.end() :] == " a"
+        return match[0] if is_letter or is_before_letter else " "
+
+    return _ARTICLES.sub(replaced, text)
 
 
 def _canonical(number: str) -> str:

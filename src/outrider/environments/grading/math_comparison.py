@@ -86,8 +86,11 @@ def _is_same_parts(left: _Parts, right: _Parts) -> bool:
         single, other = (left, right) if left.kind == "one" else (right, left)
         return _is_same_mixed(single.members[0], other)
     if left.kind == right.kind == "list":
-        has_relations = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members)
-        if has_relations and {left.word, right.word} == {"and", "or"}:
+        # of conditions and of formulas of logic; solutions may be joined by either
+        is_logic = any(re.search(r"[<>]|\\[lg]e(?![a-z])", member) for member in left.members) or not any(
+            re.search(r"[\d=]", member) for member in left.members
+        )
+        if is_logic and {left.word, right.word} == {"and", "or"}:
             return False
         return _is_same_members(left.members, right.members, is_ordered=False)
     if left.kind == "list" or right.kind == "list":
@@ -156,7 +159,6 @@ def _is_same_single(left: str, right: str) -> bool:
             return _is_same(*amounts) or _is_same_expression(left, right)
     for split in (
         _compare_unions,
-        _compare_logic,
         _compare_matrices,
         _compare_times,
         _compare_ratios,
@@ -182,14 +184,6 @@ def _compare_unions(left: str, right: str) -> bool | None:
     parts = [_split_command(text, r"\cup") for text in (left, right)]
     if all(len(part) > 1 for part in parts):
         return _is_same_members(*parts, is_ordered=False) or _is_same_expression(left, right)
-    return None
-
-
-def _compare_logic(left: str, right: str) -> bool | None:
-    for operator in (r"\lor", r"\land"):  # the one that binds less strongly first
-        parts = [_split_command(text, operator) for text in (left, right)]
-        if max(map(len, parts)) > 1:
-            return _is_same_members(*parts, is_ordered=False)
     return None
 
 
@@ -227,7 +221,7 @@ def _compare_times(left: str, right: str) -> bool | None:
     if first == second or (times[0][3] is None) == (times[1][3] is None):
         return first == second
     bare = first if times[0][3] is None else second
-    return bare < 13 * 60 and first % 720 == second % 720  # 2:00 may be 2:00 PM
+    return 60 <= bare < 13 * 60 and first % 720 == second % 720  # 2:00 may be 2:00 PM, and 0:30 may not
 
 
 def _minutes(time: re.Match[str]) -> int:
@@ -518,7 +512,11 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
         return None
     if isinstance(expression, sympy.Basic):
         # dy/dx of plain symbols, which sympy would evaluate to 0
-        derivatives = [item for item in expression.atoms(sympy.Derivative) if item.expr.is_Symbol]
+        derivatives = [
+            item
+            for item in expression.atoms(sympy.Derivative)
+            if item.expr.is_Symbol and item.expr not in item.variables
+        ]
         expression = expression.xreplace({item: sympy.Symbol(f"derivative {item}") for item in derivatives})
     return expression if isinstance(expression, (sympy.Basic, sympy.MatrixBase)) else None
 

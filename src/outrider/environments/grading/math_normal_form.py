@@ -67,7 +67,6 @@ _BARE_FUNCTION: Final = re.compile(
 )
 _FONT: Final = re.compile(r"\\(?:math(?:rm|it|bf|sf|tt|normal)|boldsymbol|bm)\s*\{")
 _SINGLE_UNITS: Final = frozenset("mgshLl")
-_BEFORE_RELATION: Final = r"(?=.*(?:[<>=]|\\(?:le|ge|ne|in)(?![a-z])))"
 _REWRITES: Final = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|[hv]?phantom\{[^{}]*\})"), " "),
     (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
@@ -84,11 +83,8 @@ _REWRITES: Final = (
     (re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])"), "|"),
     (re.compile(r"\\(?:ldots|cdots|dots[bcmio]?|hdots|dotsb|vdots|ddots)(?![A-Za-z])|\.\.\.+"), r"\\ldots "),
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}"), r"\\emptyset "),
-    # between relations; in a formula of logic they are operators
-    (re.compile(rf"\\(?:land|wedge)(?![A-Za-z]){_BEFORE_RELATION}"), r"\\text{ and }"),
-    (re.compile(rf"\\(?:lor|vee)(?![A-Za-z]){_BEFORE_RELATION}"), r"\\text{ or }"),
-    (re.compile(r"\\wedge(?![A-Za-z])"), r"\\land "),
-    (re.compile(r"\\vee(?![A-Za-z])"), r"\\lor "),
+    (re.compile(r"\\(?:land|wedge)(?![A-Za-z])"), r"\\text{ and }"),
+    (re.compile(r"\\(?:lor|vee)(?![A-Za-z])"), r"\\text{ or }"),
     (re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s+in\s+(?=[\[(\\])"), r"\1\\in "),
     (re.compile(r"(?<=[A-Za-z])_\s*\{(\w)\}(?!\w)"), r"_\1"),
     (re.compile(r"\\bigcup(?![A-Za-z])"), r"\\cup "),
