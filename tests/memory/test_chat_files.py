@@ -512,3 +512,16 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path: Path) -> None:
     imported = import_trajectories(tmp_path / "a.parquet")
     assert '"arguments": {"city": "Oslo"}}' in imported.trajectories[0].steps[0].text
     assert '"arguments": {"country": "Norway"}}' in imported.trajectories[1].steps[0].text
+
+
+def test_nulls_that_a_table_wrote_to_json_lines_are_no_arguments(tmp_path: Path) -> None:
+    """Arguments in JSON text are as they were written."""
+    for arguments, expected in (
+        ({"city": "Oslo", "country": None}, '{"city": "Oslo"}'),
+        ('{"city": "Oslo", "country": null}', '{"city": "Oslo", "country": null}'),
+    ):
+        calls = [{"type": "function", "function": {"name": "find", "arguments": arguments}}]
+        chat = [USER, {"role": "assistant", "content": None, "tool_calls": calls}, RESULT, END]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, "reward": 1.0}) + "\n")
+        [trajectory] = import_trajectories(tmp_path / "a.jsonl").trajectories
+        assert f'"arguments": {expected}}}' in trajectory.steps[0].text

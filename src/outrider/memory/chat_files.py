@@ -439,7 +439,8 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
     is_text = value.get("type") in ("custom", "custom_tool_call")
     if is_text and isinstance(inside.get("input"), str):
         return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
-    arguments: Any = None if key is None else inside[key]
+    # In an object (not JSON text), a table's writer has put the arguments of all other tools, as nulls.
+    arguments: Any = None if key is None else _without_nulls(inside[key])
     while isinstance(arguments, str):  # JSON text, which some exporters encode twice
         try:
             arguments = json.loads(arguments) if arguments.strip() else None
