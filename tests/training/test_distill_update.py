@@ -272,26 +272,25 @@ def test_scaled_advantages_and_their_schedule() -> None:
     student, helped = tensor([[0.0, 1.0]]), tensor([[0.5, -0.5]])
     gap = float((helped.log_softmax(-1) - student.log_softmax(-1))[0, 0])
     assert gap > np.log(1.2)
-    for num_steps, scale in ((0, 0.5), (25, 0.25), (50, 0.0), (80, 0.0)):
+    for training_step, scale in ((0, 0.5), (25, 0.25), (50, 0.0), (80, 0.0)):
         trace = group(num=1)
         add_rollout(trace, [[0]], is_helped=False, advantage=2.0)
         policy = TablePolicy(student, helped, [[0]])
-        policy.num_steps = num_steps
-        run(policy, [trace], objective({"form": "advantage_scale"}))
+        run(policy, [trace], objective({"form": "advantage_scale"}), training_step=training_step)
         slope = float(policy.gradient[0, 0] / (1.0 - student.softmax(-1)[0, 0]))
         assert slope == pytest.approx(-2.0 * (1.0 - scale + scale * 1.2), rel=1e-12)
 
 
 def test_the_schedule_counts_training_steps_and_the_head_is_copied_once() -> None:
-    """An update with two mini-batches makes two steps of the optimizer."""
+    """An update with two mini-batches makes two steps of the optimizer, and one without a signal none."""
     student, helped = tensor([[0.0, 1.0]]), tensor([[0.5, -0.5]])
     two = UpdateSettings(num_mini_batches=2, max_logprob_gap=1e9)
     traces = [group(num=1, key=key) for key in ("a", "b")]
     for trace in traces:
         add_rollout(trace, [[0]], is_helped=False, advantage=2.0)
     policy = TablePolicy(student, helped, [[0]])
-    policy.num_steps = 50  # after 25 of 50 training steps
-    run(policy, traces, objective({"form": "advantage_scale"}), two)
+    policy.num_steps = 30  # in 25 training steps
+    run(policy, traces, objective({"form": "advantage_scale"}), two, training_step=25)
     slope = float(policy.gradient[0, 0] / (1.0 - student.softmax(-1)[0, 0]))
     assert slope == pytest.approx(2 * -2.0 * (0.75 + 0.25 * 1.2), rel=1e-12)
 

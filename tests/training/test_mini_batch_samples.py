@@ -399,9 +399,6 @@ def test_a_value_of_a_whole_rollout_is_refused_only_where_rollouts_have_several_
 def test_other_refusals_and_what_commands_say() -> None:
     with pytest.raises(ConfigError, match="remove num_mini_batches"):
         validate(UpdateSettings, {"mini_batch_samples": 4, "num_mini_batches": 2})
-    scaled = {"type": "grpo", "distill": {"help": ["feedback"], "form": "advantage_scale"}}
-    with pytest.raises(ConfigError, match="scale_steps counts training steps"):
-        validate(RunSettings, CHAT | {"algorithm": scaled})
     settings = validate(RunSettings, CHAT | {"algorithm": {"type": "grpo"}})
     assert "an update of the weights for every 4 samples" in "\n".join(work_lines(settings))
     plain = validate(RunSettings, {**CHAT, "update": {}, "algorithm": {"type": "grpo"}})

@@ -73,11 +73,11 @@ class DistillSettings(Settings):
     before it, or over all trained tokens. ``skip_first``: tokens of every turn that have no term. ``max_gap``
     bounds gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the start of the update.
     ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and ``scale_steps``, the training
-    steps with an update in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy
-    at the start of the step, a moving average with ``teacher_rate``, or the policy at the start of the run.
-    ``threshold``: return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and
-    ``task`` or ``match``. ``place``: help is at the end of the first user message, or of the message before
-    every turn. ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
+    steps in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy at the start
+    of the step, a moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``:
+    return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or
+    ``match``. ``place``: help is at the end of the first user message, or of the message before every turn.
+    ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
     ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest first.
     ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """

@@ -203,6 +203,7 @@ class Rank:
         token_loss: TokenLossFn | None,
         version: int | None,
         probes: Sequence[Trace],
+        training_step: int = 0,
     ) -> tuple[UpdateReport, int, float]:
         """Run the update; returns its report, the optimizer steps so far, and the learning rate."""
         self._is_sent = False
@@ -219,6 +220,7 @@ class Rank:
             version=version,
             probes=probes,
             seed=self._settings.seed,
+            training_step=training_step,
         )
         if self.policy.num_steps != num_steps:
             self._move_teacher()
@@ -432,9 +434,11 @@ class ShardedLearner:
         on_batch: Callable[[int], None],
         version: int | None = None,
         probes: Sequence[Trace] = (),
+        training_step: int = 0,
     ) -> UpdateReport:
+        own_loss = _own_loss(algorithm)
         [first, *_] = self._group.call(
-            "update", list(traces), algorithm.objective, _own_loss(algorithm), version, list(probes)
+            "update", list(traces), algorithm.objective, own_loss, version, list(probes), training_step
         )
         report: UpdateReport
         num_steps_before = self.num_steps

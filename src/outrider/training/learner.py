@@ -60,6 +60,7 @@ class Learner(Protocol):
         on_batch: Callable[[int], None],
         version: int | None = None,
         probes: Sequence[Trace] = (),
+        training_step: int = 0,
     ) -> UpdateReport:
         """Make the optimizer steps of a training step (:func:`outrider.training.update.update`)."""
         ...
@@ -146,6 +147,7 @@ class LocalLearner:
         on_batch: Callable[[int], None],
         version: int | None = None,
         probes: Sequence[Trace] = (),
+        training_step: int = 0,
     ) -> UpdateReport:
         num_steps = self.policy.num_steps
         report = update(
@@ -162,6 +164,7 @@ class LocalLearner:
             probes=probes,
             on_batch=on_batch,
             seed=self.settings.seed,
+            training_step=training_step,
         )
         distill = self.settings.algorithm.distill
         if self.teacher is not None and distill is not None and self.policy.num_steps != num_steps:

@@ -520,19 +520,12 @@ class RunSettings(Settings):
         """Check that no value of a whole rollout is needed if mini-batches may divide rollouts."""
         if self.update.mini_batch_samples is None:
             return
-        algorithm = self.algorithm
-        distill = algorithm.distill
-        if distill is not None and distill.form == "advantage_scale":
-            raise ValueError(
-                "algorithm.distill.scale_steps counts training steps, and update.mini_batch_samples makes a "
-                "varying number of optimizer steps of each: use update.num_mini_batches"
-            )
         is_divided = (
             self.environment.keeps_conversations
             or self.model.history_thinking == "strip"
-            or getattr(algorithm, "num_episodes", 1) > 1
+            or getattr(self.algorithm, "num_episodes", 1) > 1
         )
-        if is_divided and (refused := algorithm.whole_rollout_settings):
+        if is_divided and (refused := self.algorithm.whole_rollout_settings):
             raise ValueError(
                 f"{refused[0]} needs all tokens of a rollout, and update.mini_batch_samples divides rollouts "
                 "that have several contexts: use update.num_mini_batches"

@@ -236,6 +236,7 @@ class Trainer:
             ),
             version=version,
             probes=probes,
+            training_step=state.step,
         )
         clock.mark_update_end()
         if self.async_queue is not None:

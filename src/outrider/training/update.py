@@ -204,6 +204,7 @@ def update(
     probes: Sequence[Trace] = (),
     on_batch: Callable[[int], None] | None = None,
     seed: int = 0,
+    training_step: int = 0,
 ) -> UpdateReport:
     """Train on groups with advantages.
 
@@ -223,6 +224,7 @@ def update(
         probes: Traces that are compared and not trained on.
         on_batch: Called after every micro-batch with the number of scored tokens so far.
         seed: The seed of the run, for the order of samples.
+        training_step: The number of training steps before this one, which ``distill.scale_steps`` counts.
 
     Raises:
         EngineFault: Trainer and engine log-probs differ by more than ``settings.max_logprob_gap``.
@@ -250,6 +252,7 @@ def update(
         on_batch=on_batch or (lambda num_tokens: None),
         version=version,
         report=UpdateReport(first_step=policy.num_steps),
+        training_step=training_step,
     )
     if probes:
         running.check_engine(rollout_paths(probes))
@@ -409,6 +412,7 @@ class _Update:
     teacher: Scorer
     on_batch: Callable[[int], None]
     version: int | None
+    training_step: int
     head: nn.Module | None = None  # the teacher's, see DistillTerm
     report: UpdateReport = field(default_factory=UpdateReport)
     accumulator: MetricAccumulator = field(default_factory=MetricAccumulator)
@@ -428,8 +432,6 @@ class _Update:
         batches = self._pack(trained)
         term = None
         if distill is not None and has_term_R is not None and distill.form != "ratio" and trained:
-            # `scale_steps` are training steps, `num_steps` are steps of the optimizer.
-            num_scale_steps = distill.scale_steps * self.settings.num_mini_batches * self.settings.num_epochs
             masks = [
                 term_mask(batch, has_term_R, skip_first=distill.skip_first, has_pairs=has_pairs)
                 for batch in batches
@@ -440,7 +442,7 @@ class _Update:
                 succeeded_R=torch.tensor([path.succeeded for path in every]),
                 masks=masks,
                 weights=_distill_weights(every, self.objective, distill, batches, masks, has_term_R),
-                scale=distill.scale * max(0.0, 1.0 - self.policy.num_steps / num_scale_steps),
+                scale=distill.scale * max(0.0, 1.0 - self.training_step / distill.scale_steps),
             )
         return _MiniBatch(
             number=number,
