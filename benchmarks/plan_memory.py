@@ -7,8 +7,7 @@ several micro-batches, on a CPU with one thread. The peak is Linux's VmHWM minus
 the model is loaded: interpreter, libraries, and the same two updates with a tiny model. The plan is its sum,
 without the margin of 1.1 and the 2 GB of a GPU's context. Rows with two ranks have the larger of two
 processes that communicate over gloo. malloc returns blocks of more than 64 KiB (MALLOC_MMAP_THRESHOLD_), so
-that freed memory is not counted. oneDNN and torch keep one compiled product each, because ``outrider plan``
-does not count them: the 128 of each that a training keeps are 28 MB in bfloat16.
+that freed memory is not counted.
 """
 
 import argparse
@@ -145,7 +144,6 @@ def _peaks(file: Path, ranks: int) -> list[int]:
 def _start(file: Path, *arguments: object) -> "subprocess.Popen[str]":
     environment = {
         **os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1", "LRU_CACHE_CAPACITY": "1",
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.plan_memory_child", str(file), *map(str, arguments)],
