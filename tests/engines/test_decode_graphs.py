@@ -184,38 +184,33 @@ def test_the_cache_is_reserved_with_its_padding_at_once(model, monkeypatch):
     assert sizes == [1, DecodeGraphs.num_slots(7)]
 
 
-def test_a_failed_recording_gives_its_memory_back(model, monkeypatch):
-    """With stand-ins for CUDA, which record what is called."""
-    called = []
-
-    class Graph:
-        def capture_begin(self, **options):
-            called.append("begin")
-
-        def capture_end(self):
-            called.append("end")
-            raise RuntimeError("capture invalidated")
+def test_a_failed_recording_leaves_the_stream_that_was_current(model, monkeypatch):
+    """With stand-ins for CUDA: as in torch, the end of a failed capture leaves its stream the current one."""
+    streams = ["default"]
 
     @contextmanager
-    def stream(_):
-        called.append("stream")
-        yield
-        called.append("stream before")
+    def stream(chosen):
+        before = list(streams)
+        streams.append(chosen)
+        try:
+            yield
+        finally:
+            streams[:] = before
 
+    @contextmanager
+    def graph(_, *, stream, **options):
+        streams.append(stream)
+        yield
+        raise RuntimeError("capture invalidated")
+
+    side = SimpleNamespace(wait_stream=lambda other: None)
     cuda = SimpleNamespace(
-        CUDAGraph=Graph, Stream=lambda _: SimpleNamespace(wait_stream=lambda other: None), stream=stream,
-        current_stream=lambda _: None, synchronize=lambda _: None, empty_cache=lambda: None,
-        graph_pool_handle=lambda: (0, 1),
+        CUDAGraph=object, Stream=lambda device: side, stream=stream, graph=graph,
+        current_stream=lambda device: None,
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", cuda)
-    for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-        monkeypatch.setattr(
-            torch._C, name, lambda device, pool, name=name: called.append((name, pool)), raising=False
-        )
-    graphs = DecodeGraphs(model)
-    monkeypatch.setattr(graphs, "_step", lambda *_: torch.zeros(1))
+    graphs, used = DecodeGraphs(model), []
+    monkeypatch.setattr(graphs, "_step", lambda *_: used.append(streams[-1]))
     with pytest.raises(RuntimeError, match="capture invalidated"):
         graphs._capture(torch.zeros(3, 1), 1, SlotCache(dtype=torch.float32, device=torch.device("cpu")))
-    assert called == [
-        "stream", "begin", "end", ("_cuda_endAllocateToPool", (0, 1)), ("_cuda_releasePool", (0, 1)),
-    ]  # fmt: skip
+    assert used == [side, side] and streams == ["default"]

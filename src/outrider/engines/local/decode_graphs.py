@@ -8,7 +8,6 @@ bucket, and so are the positions that attention reads; padding writes into a slo
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +43,7 @@ class DecodeGraphs:
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._num_uses: Counter[tuple[int, int]] = Counter()
         self._keys: Tensor | None = None  # of the cache that was captured
+        self._stream: torch.cuda.Stream | None = None
 
     def drop(self) -> None:
         """Free the graphs and their memory."""
@@ -101,27 +101,16 @@ class DecodeGraphs:
 
     def _capture(self, inputs_3B: Tensor, num_seen: int, cache: SlotCache) -> _Captured:
         step = partial(self._step, inputs_3B, num_seen, cache)
-        device = inputs_3B.device
-        graph, pool = torch.cuda.CUDAGraph(), self._pool()
-        side = torch.cuda.Stream(device)
+        device, graph = inputs_3B.device, torch.cuda.CUDAGraph()
+        if self._stream is None:  # one for all graphs, which share the memory of a stream only
+            self._stream = torch.cuda.Stream(device)
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream(device))
-        # Not torch.cuda.graph: after a failed capture it leaves its stream the current one, and the allocator
-        # in the state of a capture, in which it cannot free memory.
+        # A failed capture leaves its stream the current one: the outer block takes it back.
         with torch.cuda.stream(side):
             step()  # libraries allocate at their first call, which a capture forbids
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
+            with torch.cuda.graph(graph, pool=self._pool(), stream=side, capture_error_mode="thread_local"):
                 logits_BV = step()
-            finally:
-                try:
-                    graph.capture_end()
-                except RuntimeError:
-                    with suppress(AttributeError, RuntimeError):
-                        torch._C._cuda_endAllocateToPool(device.index, pool)
-                        torch._C._cuda_releasePool(device.index, pool)
-                    raise
         torch.cuda.current_stream(device).wait_stream(side)
         return _Captured(graph, inputs_3B, logits_BV)
 
@@ -137,7 +126,7 @@ class DecodeGraphs:
     def _pool(self) -> Any:
         """One memory for all graphs, of which one runs at a time."""
         first = next(iter(self._captured.values()), None)
-        return torch.cuda.graph_pool_handle() if first is None else first.graph.pool()
+        return None if first is None else first.graph.pool()
 
 
 def _bucket(num: int, least: int) -> int:
