@@ -194,14 +194,18 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     problems += tested.verdict.missing
     is_verdict = is_complete and len(seeds) >= MIN_SEEDS and not problems
     names = {label: by_key[key].name for key, label in labels.items()}
+    factor, unit, digits = (1, "", 3) if question.measure == "return" else (100, " points", 1)
     if question.pairs_seeds:
         own, base = (seed_scores(comparison, labels[one.key], question.measure) for one in (method, baseline))
-        difference, p = paired_difference([own[seed] - base[seed] for seed in seeds])
+        differences = [own[seed] - base[seed] for seed in seeds]
+        difference, p = paired_difference(differences)
         higher = labels[method.key if difference.value > 0 else baseline.key]
         winner = higher if p < ALPHA else None
         means = "mean returns" if question.measure == "return" else "means"
         compared = f"{means} over seeds, paired"
+        deviation = factor * (stdev(differences) if len(differences) > 1 else 0.0)
         tests = f"; t test of the differences by seed: p = {p:.3g}"
+        tests += f", standard deviation {deviation:.{digits}f}{unit}"
     else:
         difference, winner, compared = tested.difference, tested.verdict.winner, "interquartile means"
         if tested.first != labels[method.key]:
@@ -218,7 +222,6 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
     else:
         state = f"Verdict: **{result}** of {method.name} against {baseline.name}."
-    factor, unit, digits = (1, "", 3) if question.measure == "return" else (100, " points", 1)
     value, low, high = (
         f"{factor * part:+.{digits}f}" for part in (difference.value, difference.low, difference.high)
     )

@@ -69,15 +69,15 @@ class DistillSettings(Settings):
     is KL(teacher, student), 1 KL(student, teacher), values between are the generalised Jensen-Shannon
     divergence. ``support``: the teacher's most likely tokens, or all; ``tail``: the other tokens are one more
     token, otherwise the support is renormalised. ``gate``: weight sigma(``gate_beta`` gap) per token, or less
-    its mean over the mini-batch. ``over``: the mean is over all tokens of rollouts with help, also those
-    before it, or over all trained tokens. ``skip_first``: tokens of every turn that have no term. ``max_gap``
-    bounds gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the start of the update.
-    ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and ``scale_steps``, the training
-    steps in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy at the start
-    of the step, a moving average with ``teacher_rate``, or the policy at the start of the run. ``threshold``:
-    return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and ``task`` or
-    ``match``. ``place``: help is at the end of the first user message, or of the message before every turn.
-    ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
+    its mean over the mini-batch. ``over``: the mean is over all tokens of rollouts with help (also tokens
+    before the help), or over all trained tokens. ``skip_first``: tokens of every turn that have no term.
+    ``max_gap`` bounds gaps of sampled tokens, ``step_ratio_cap`` the ratio to the policy at the start of the
+    update. ``discount`` sums the later gaps of a rollout. ``scale``, ``scale_band`` and ``scale_steps``, the
+    training steps in which ``scale`` falls to 0, belong to ``advantage_scale``. ``teacher``: the policy at
+    the start of the step, a moving average with ``teacher_rate``, or the policy at the start of the run.
+    ``threshold``: return of a sibling that counts as a success. ``path``: JSON lines with ``text`` and
+    ``task`` or ``match``. ``place``: help is at the end of the first user message, or of the message before
+    every turn. ``template`` is the text around ``{help}``; tips alone look as in rollouts that see them.
     ``max_help_tokens``: help that is longer loses whole tips, steps or lines, the oldest first.
     ``exclude_own_group``: tips of a group's own episodes are not among its help.
     """
