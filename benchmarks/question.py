@@ -58,7 +58,8 @@ class Question(BaseModel):
     """An entry of the file of questions. ``method`` is compared with ``baseline``; ``levels`` are training
     rewards whose tool calls are compared, too. With ``pairs_seeds``, the test is over the differences of the
     two runs of a seed, which start from the same cold start: of their success, or with ``measure = "return"``
-    of the mean return of their last evaluations.
+    of the mean return of their last evaluations. With ``measure = "calls"``, the verdict is that of the sign
+    test over the tool calls to the one reward in ``levels``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,7 +77,7 @@ class Question(BaseModel):
     baseline: str
     levels: tuple[float, ...] = ()
     pairs_seeds: bool = False
-    measure: Literal["success", "return"] = "success"
+    measure: Literal["success", "return", "calls"] = "success"
     remarks: tuple[str, ...] = ()
 
     @field_validator("overrides")
@@ -91,6 +92,8 @@ class Question(BaseModel):
     def _tests_returns_by_seed(self) -> "Question":
         if self.measure == "return" and not self.pairs_seeds:
             raise ValueError('measure = "return" needs pairs_seeds = true')
+        if self.measure == "calls" and not (self.pairs_seeds and len(self.levels) == 1):
+            raise ValueError('measure = "calls" needs pairs_seeds = true and one level')
         return self
 
 
@@ -196,7 +199,8 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     names = {label: by_key[key].name for key, label in labels.items()}
     factor, unit, digits = (1, "", 3) if question.measure == "return" else (100, " points", 1)
     if question.pairs_seeds:
-        own, base = (seed_scores(comparison, labels[one.key], question.measure) for one in (method, baseline))
+        scored = "return" if question.measure == "return" else "success"
+        own, base = (seed_scores(comparison, labels[one.key], scored) for one in (method, baseline))
         differences = [own[seed] - base[seed] for seed in seeds]
         difference, p = paired_difference(differences)
         higher = labels[method.key if difference.value > 0 else baseline.key]
@@ -213,7 +217,17 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         reasons = [re.sub(r"^.*(?= has \d+ seed)", lambda label: names.get(label[0], label[0]), one)
                    for one in tested.verdict.reasons]  # fmt: skip
         tests = f"; {'; '.join(reasons) or 'all tests name the same winner'}"
-    result = outcome(winner, difference, method=labels[method.key])
+    calls = {
+        one.key: {seed: run_calls(plan.folder(one, seed), question.levels) for seed in seeds} for one in pair
+    }
+    if question.measure == "calls":
+        [level] = question.levels
+        fewer, more, p = sign_test(
+            *([calls[one.key][seed][level] for seed in seeds] for one in (method, baseline))
+        )
+        result = "undecided" if p >= ALPHA else "win" if fewer > more else "loss"
+    else:
+        result = outcome(winner, difference, method=labels[method.key])
     if problems:
         state = f"No verdict: {'; '.join(problems)}."
     elif not is_complete:
@@ -221,7 +235,8 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     elif not is_verdict:
         state = f"Sketch: {len(seeds)} seeds, at least {MIN_SEEDS} are needed for a verdict."
     else:
-        state = f"Verdict: **{result}** of {method.name} against {baseline.name}."
+        what = f" in tool calls to a reward of {question.levels[0]:g}" if question.measure == "calls" else ""
+        state = f"Verdict: **{result}** of {method.name} against {baseline.name}{what}."
     value, low, high = (
         f"{factor * part:+.{digits}f}" for part in (difference.value, difference.low, difference.high)
     )
@@ -237,7 +252,7 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         f"{method.name} minus {baseline.name}, {compared}: {value}{unit}"
         + (f" [{low}, {high}]" if difference.has_interval else "")
         + f"{tests if is_verdict else ''}.",
-        *(_calls(question, plan, seeds, pair, is_verdict=is_verdict) if question.levels else []),
+        *(_calls(question, calls, pair, is_verdict=is_verdict) if question.levels else []),
         seconds_table(question, plan, by_key),
         "\n".join(f"- {note}" for note in [
             *factbook_notes(pair, comparison), f"commit of the runs: {', '.join(commits) or 'unknown'}"
@@ -279,18 +294,18 @@ def sign_test(first: Sequence[float], second: Sequence[float]) -> tuple[int, int
 
 
 def _calls(
-    question: Question, plan: Plan, seeds: Sequence[int], pair: Sequence[Method], *, is_verdict: bool
+    question: Question,
+    calls: Mapping[str, Mapping[int, Mapping[float, float]]],
+    pair: Sequence[Method],
+    *,
+    is_verdict: bool,
 ) -> list[str]:
-    calls = {
-        method.key: {seed: run_calls(plan.folder(method, seed), question.levels) for seed in seeds}
-        for method in pair
-    }
     table = calls_table(calls, question.levels)
     if not is_verdict:
         return [table]
     lines = []
     for level in question.levels:
-        base, own = ([calls[method.key][seed][level] for seed in seeds] for method in pair)
+        base, own = ([one[level] for one in calls[method.key].values()] for method in pair)
         fewer, more, p = sign_test(own, base)
         result = (
             f"{pair[1 if fewer > more else 0].name} needs fewer" if p < ALPHA else "no difference is shown"
@@ -299,7 +314,8 @@ def _calls(
             f"- Calls until {level:g}: {pair[1].name} needs fewer on {fewer} seeds and more on {more}, "
             f"sign test p = {p:.3g}: {result}."
         )
-    return [table, f"{len(lines)} tests, not corrected for each other:\n\n" + "\n".join(lines)]
+    many = f"{len(lines)} tests, not corrected for each other:\n\n" if len(lines) > 1 else ""
+    return [table, many + "\n".join(lines)]
 
 
 def seconds_table(question: Question, plan: Plan, by_key: Mapping[str, Method]) -> str:

@@ -162,6 +162,37 @@ def test_a_question_about_returns_tests_returns(tmp_path: Path, capsys: pytest.C
     assert "pairs_seeds" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("own", "base", "verdict"), [(7.0, 9.0, "win"), (-9.0, 9.0, "loss"), (7.0, 7.0, "undecided")]
+)
+def test_a_question_about_calls_tests_calls(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own: float,
+    base: float,
+    verdict: str,
+) -> None:
+    """The scores of these runs name RAPO as the winner; -9 is a run that never reaches the reward."""
+    records = write_questions(tmp_path)
+    play(records, tmp_path / "out", Runs())
+    monkeypatch.setattr(
+        "benchmarks.question.run_calls",
+        lambda run, levels: dict.fromkeys(levels, base if run.name.startswith("grpo") else own),
+    )
+    text = records.read_text()
+    records.write_text(f'{text}pairs_seeds = true\nmeasure = "calls"\n')
+    state_commit(tmp_path / "out", commit(tmp_path))
+    status, text = result(tmp_path, capsys, records)
+    assert (
+        status == 0
+        and f"Verdict: **{verdict}** of RAPO against GRPO in tool calls to a reward of 0.2." in text
+    )
+    records.write_text(records.read_text().replace("levels = [0.2]", "levels = [0.2, 0.3]"))
+    assert main(["Q", "--out", str(tmp_path / "out"), "--verdict", "--records", str(records)]) == 2
+    assert "one level" in capsys.readouterr().err
+
+
 def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = result(folder, capsys)
     assert status == 0 and "Verdict: **win** of RAPO against GRPO." in text
