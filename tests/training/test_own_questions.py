@@ -83,22 +83,25 @@ def test_a_run_built_without_the_command_line_is_refused_too(recipe: Path, tmp_p
 
 
 def test_a_cold_start_imitates_a_file_of_trajectories(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = tmp_path / "shown.jsonl"
     lines = (recipe.parent / "shown.jsonl").read_text().splitlines()
     # the first task has none, the second one is shown a wrong answer
     records = [json.loads(line) for line in lines[1:]]
     records[0]["messages"][-1]["content"] = "<answer>nowhere</answer>"
+    records[1]["messages"][1]["content"] = "<search> </search>"  # refused, and the next search succeeds
     shown.write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [
         "cold_start.num_examples=4", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}",
         "train.num_steps=1", "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.every=0",
     ]  # fmt: skip
     run = tmp_path / "run"
-    assert main(["train", str(recipe), "--run", str(run), "--progress", "plain", *overrides]) == 0
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves the ~ in --run=~/run
+    assert main(["train", str(recipe), "--run=~/run", "--progress", "plain", *overrides]) == 0
     output = capsys.readouterr().out
     assert "cold start: 3 of 4 expert rollouts solved their task" in output
+    assert "in 1 of these rollouts a tool call failed, and they are imitated anyway" in output
     # its record claims the reward of a right answer
     claims = [line for line in output.splitlines() if "replay to another return" in line]
     assert len(claims) == 1 and "cold start: 1 of 4 demonstrations" in claims[0]

@@ -123,6 +123,7 @@ def plan_options(parsed: argparse.Namespace, *, recipe_device: str) -> "PlanOpti
 def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "dict[Layout, str]":
     """Return the layouts of several processes that the recipe cannot use, with the reasons."""
     from outrider import api
+    from outrider.planning.plan import packed_only
 
     errors = {}
     shape, is_cpu = plan.shape, plan.options.device.is_cpu
@@ -130,10 +131,7 @@ def _layout_errors(recipe: Path, recipe_overrides: list[str], plan: "Plan") -> "
         if layout.placement == "process":
             continue
         if layout.trainers > 1 and shape.is_unpacked:
-            errors[layout] = (
-                f"cluster.num_trainers = {layout.trainers} needs a model that runs packed (model.forward), "
-                f"and {shape.family} does not"
-            )
+            errors[layout] = packed_only(f"cluster.num_trainers = {layout.trainers}", shape)
             continue
         if is_cpu:  # it is the recipe's own layout
             continue

@@ -114,7 +114,12 @@ def unpacked_refusal(settings: RunSettings) -> str:
         "update.attention = flex": settings.update.attention == "flex",
     }
     name = next((name for name, is_set in needs.items() if is_set), None)
-    return f"{name} needs a model that runs packed (model.forward), and {shape.name} does not" if name else ""
+    return packed_only(name, shape) if name else ""
+
+
+def packed_only(setting: str, shape: ModelShape) -> str:
+    """Return the message for a setting that a model that is computed unpacked does not have."""
+    return f"{setting} needs a model that runs packed (model.forward), and {shape.name} does not"
 
 
 def _fewer_episodes(work: Workload, fit: Fit) -> list[str]:

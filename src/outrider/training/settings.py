@@ -2,6 +2,7 @@
 at once.
 """
 
+import re
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -282,7 +283,7 @@ class ModelSettings(Settings):
     name: str = "smollm2-135m-instruct"
     precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "cpu"
-    """``cpu``, ``cuda``, or another device of torch."""
+    """``cpu``, ``cuda``, ``cuda:1``, or another device of torch."""
     context_length: int | None = Field(None, ge=8)
     """Most tokens of prompt and response together (None: the limit of the model)."""
     forward: Literal["auto", "packed", "unpacked"] = "auto"
@@ -292,6 +293,13 @@ class ModelSettings(Settings):
     """Checkpoint folder of another run, whose weights replace those of the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     history_thinking: Literal["keep", "strip"] = "keep"
+
+    @field_validator("device")
+    @classmethod
+    def _validate_device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|(cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", value):
+            raise ValueError(f"{value!r} is no device of torch: set cpu, cuda, cuda:1, mps, xpu or npu")
+        return value
 
     def names_path(self, key: str) -> bool:
         """The checkpoint, and the name unless it is that of a packaged model."""
