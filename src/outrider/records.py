@@ -2,8 +2,10 @@
 
 import codecs
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,9 @@ class Row:
         Raises DataError if it is missing.
         """
         value: Json = dict(self.values)
-        if (kind := self.unreadable.get(name.split(".")[0])) is not None:
+        if name in self.values:  # a flattened table has dots in its names
+            return self.values[name]
+        if (kind := self.unreadable.get(name, self.unreadable.get(name.split(".")[0]))) is not None:
             raise DataError(f"{self.location}: column {name!r} cannot be read: it is of the type {kind}")
         for part in name.split("."):
             if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
@@ -55,6 +59,14 @@ class Row:
                 f"{self.location}: column {name!r} must hold a string that is not blank, got {value!r}"[:300]
             )
         return value
+
+
+def number_text(value: int | float | Decimal) -> str:
+    """Write a number as people do, without an exponent if it has at most 30 digits on each side."""
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    decimal = Decimal(repr(value)) if isinstance(value, float) else value
+    return format(decimal, "f") if abs(decimal.adjusted()) <= 30 else str(value)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -139,8 +151,34 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         RecursionError,
     ) as error:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
+    singles = [field for field in table.schema if _has_singles(field.type)]
     for index, record in enumerate(records):
+        record |= {
+            field.name: _shortest(record[field.name], field.type) for field in singles if field.name in record
+        }
         yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)
+
+
+def _has_singles(kind: Any) -> bool:
+    """Whether values of an Arrow type contain floats of less than 64 bits."""
+    return str(kind) in ("float", "halffloat") or any(
+        _has_singles(kind.field(n).type) for n in range(kind.num_fields)
+    )
+
+
+def _shortest(value: Any, kind: Any) -> Any:
+    """Convert such floats by their shortest text: 5.1, not 5.099999904632568."""
+    import numpy as np
+
+    if value is None:
+        return None
+    if str(kind) in ("float", "halffloat"):
+        return float(str(np.float32(value) if str(kind) == "float" else np.float16(value)))
+    if isinstance(value, dict):
+        return {name: _shortest(inner, kind.field(name).type) for name, inner in value.items()}
+    if isinstance(value, list) and kind.num_fields == 1:
+        return [_shortest(inner, kind.field(0).type) for inner in value]
+    return value
 
 
 def _unreadable(table: Any) -> list[str]:

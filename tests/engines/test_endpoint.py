@@ -352,3 +352,28 @@ def test_top_p_and_top_k_are_sent_only_if_they_are_set() -> None:
         without, truncated = [asked.body for asked in server.asked]
     assert without is not None and truncated == {**without, "top_p": 0.95, "top_k": 20}
     assert not {"top_p", "top_k"} & without.keys()
+
+
+def test_a_content_in_parts_is_text_and_thinking() -> None:
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]},
+             {"type": "text", "text": "be"}, {"type": "text", "text": "cause"}]  # fmt: skip
+    with chat_server([completion(parts), completion([{"type": "image_url"}])]) as server:  # type: ignore[arg-type]
+        chat = endpoint(server, max_retries=0)
+        reply = ask(chat)
+        assert (reply.text, reply.reasoning) == ("because", "Hm.")
+        with pytest.raises(EngineFault, match="a part of the type image_url"):
+            ask(chat)
+
+
+def test_a_server_that_requires_the_newer_name_of_the_limit_gets_it() -> None:
+    text = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
+    refusal = Answer({"error": {"message": text}}, status=400)
+    with chat_server([refusal, GOOD, GOOD, refusal]) as server:
+        chat = endpoint(server)
+        assert ask(chat).text == ask(chat).text == "because"
+        with pytest.raises(EngineFault, match="max_completion_tokens"):
+            ask(chat)
+    bodies = [asked.body for asked in server.asked if asked.body is not None]
+    assert [("max_tokens" in body, body.get("max_completion_tokens")) for body in bodies] == [
+        (True, None), (False, 9), (False, 9), (False, 9)
+    ]  # fmt: skip

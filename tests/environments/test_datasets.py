@@ -221,3 +221,28 @@ def test_a_named_column_is_not_replaced(tmp_path: Path) -> None:
         load_tasks(config.model_copy(update={"answer": "gold"}))
     with pytest.raises(DataError, match="column 'answers' contains no answer"):
         load_tasks(write(tmp_path, json.dumps({"question": "Who?", "answers": []})))
+
+
+def test_numbers_are_written_as_a_policy_writes_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = [0.00001, 1e16, 5.0, -2.5e-7, 12, 1e300]
+    rows = [{"question": f"q{n}", "answer": number} for n, number in enumerate(numbers)]
+    tasks = load_tasks(write(tmp_path, "\n".join(map(json.dumps, rows))))
+    assert [task.answers[0] for task in tasks] == [
+        "0.00001", "10000000000000000", "5.0", "-0.00000025", "12", "1e+300"
+    ]  # fmt: skip
+    path = tmp_path / "single.parquet"
+    single = pa.array([5.1, 0.1], pa.float32())
+    pq.write_table(pa.table({"question": ["q", "r"], "a.b": single, "answers": [[5.1], [0.1]]},
+                            schema=pa.schema([("question", pa.string()), ("a.b", pa.float32()),
+                                              ("answers", pa.list_(pa.float32()))])), path)  # fmt: skip
+    assert [task.answers for task in load_tasks(DatasetConfig(path=path, answer="a.b"))] == [
+        ("5.1",),
+        ("0.1",),
+    ]
+    assert load_tasks(DatasetConfig(path=path))[1].answers == ("0.1",)
+    assert not caplog.records
+    listed = write(tmp_path, '{"question": "q", "answer": "[\\"a\\", \\"b\\"]"}\n')
+    assert load_tasks(listed)[0].answers == ('["a", "b"]',)
+    assert "1 answers are the text of a JSON list" in caplog.text

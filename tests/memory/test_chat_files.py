@@ -525,3 +525,100 @@ def test_nulls_that_a_table_wrote_to_json_lines_are_no_arguments(tmp_path: Path)
         (tmp_path / "a.jsonl").write_text(json.dumps({"messages": chat, "reward": 1.0}) + "\n")
         [trajectory] = import_trajectories(tmp_path / "a.jsonl").trajectories
         assert f'"arguments": {expected}}}' in trajectory.steps[0].text
+
+
+OTHER = {"id": "b", "type": "function", "function": {"name": "tides", "arguments": "{}"}}
+BOTH = CALL + '\n<tool_call>\n{"name": "tides", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "is_different"),
+    [
+        ({"content": CALLS["Anthropic"]["content"], "tool_calls": [call()]}, CALL, False),
+        ({"content": None, "tool_calls": [call()], **CALLS["function_call"]}, CALL, False),
+        ({"content": CALL, "tool_calls": [call()]}, CALL, False),
+        ({"content": None, "tool_calls": [call(), call()]}, f"{CALL}\n{CALL}", False),
+        ({"content": CALLS["Anthropic"]["content"], "tool_calls": [OTHER]},
+         BOTH.removeprefix(CALL + "\n"), True),
+    ],
+)  # fmt: skip
+def test_repeated_calls_of_a_message_are_used_once(
+    tmp_path: Path, answer: dict[str, Any], text: str, is_different: bool
+) -> None:
+    imported = read(tmp_path, messages=[USER, {"role": "assistant", **answer}, RESULT, END])
+    assert steps(imported)[0] == (text, "4 C")
+    assert ("calls beside others of the same message" in imported.dropped) == is_different
+
+
+PARALLEL: dict[str, list[dict[str, Any]]] = {
+    "OpenAI": [
+        {"role": "assistant", "content": None, "tool_calls": [call(), OTHER]},
+        {"role": "tool", "tool_call_id": "b", "content": "low"},
+        RESULT,
+    ],
+    "Anthropic": [
+        {"role": "assistant", "content": [
+            *CALLS["Anthropic"]["content"], {"type": "tool_use", "id": "b", "name": "tides", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "low"}]},
+            {"type": "tool_result", "tool_use_id": "a", "content": "4 C"},
+        ]},
+    ],
+    "Responses": [
+        {"type": "function_call", "id": "1", "call_id": "a", "name": "weather",
+         "arguments": '{"city": "Oslo"}'},
+        {"type": "function_call", "id": "2", "call_id": "b", "name": "tides", "arguments": "{}"},
+        {"type": "function_call_output", "id": "3", "call_id": "b", "output": "low"},
+        {"type": "function_call_output", "id": "4", "call_id": "a", "output": "4 C"},
+    ],
+    "Vercel": [
+        {"role": "assistant", "content": [
+            {"type": "tool-call", "toolCallId": "a", "toolName": "weather", "input": {"city": "Oslo"}},
+            {"type": "tool-call", "toolCallId": "b", "toolName": "tides", "input": {}},
+        ]},
+        {"role": "tool", "content": [
+            {"type": "tool-result", "toolCallId": "b", "output": {"type": "text", "value": "low"}},
+            {"type": "tool-result", "toolCallId": "a", "output": {"type": "text", "value": "4 C"}},
+        ]},
+    ],
+    "LangChain": [
+        {"type": "ai", "content": "", "tool_calls": [
+            {"name": "weather", "args": {"city": "Oslo"}, "id": "a"},
+            {"name": "tides", "args": {}, "id": "b"},
+        ]},
+        {"type": "tool", "data": {"content": "low", "tool_call_id": "b"}},
+        {"type": "tool", "content": "4 C", "tool_call_id": "a"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PARALLEL)
+def test_results_of_parallel_calls_are_in_the_order_of_the_calls(tmp_path: Path, form: str) -> None:
+    assert steps(read(tmp_path, messages=[USER, *PARALLEL[form], END]))[0] == (BOTH, "4 C\nlow")
+
+
+def test_results_without_the_ids_of_the_calls_stay_in_their_order(tmp_path: Path) -> None:
+    results = [{"role": "tool", "content": "low"}, RESULT]
+    imported = read(tmp_path, messages=[USER, PARALLEL["OpenAI"][0], *results, END])
+    assert steps(imported)[0] == (BOTH, "low\n4 C")
+
+
+@pytest.mark.parametrize(
+    "result", [[{"type": "museum", "name": "M"}], [{"type": "file", "path": "a"}, {"type": "folder"}]]
+)
+def test_a_result_that_is_a_list_with_types_stays_json(tmp_path: Path, result: list[Any]) -> None:
+    answer = {"role": "assistant", "content": None, "tool_calls": [call()]}
+    imported = read(tmp_path, messages=[USER, answer, {"role": "tool", "content": result}, END])
+    assert json.loads(steps(imported)[0][1]) == result
+
+
+def test_smaller_faults_of_chats(tmp_path: Path) -> None:
+    spoken = {"from": "Function_Call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'}
+    assert steps(read(tmp_path, conversations=[{"from": "human", "value": "q"}, spoken]))[0][0] == CALL
+    with pytest.raises(DataError, match="message 1 of a call has no call"):
+        read(tmp_path, conversations=[{"from": "human", "value": "q"}, spoken | {"value": None}])
+    imported = read(tmp_path, prompt="q", completion="[1, 2]", document="a text")
+    assert steps(imported)[0][0] == "[1, 2]" and imported.dropped["column 'document'"] == 1
+    spaced = read(tmp_path, question=" q ", messages=[USER, END]).trajectories[0].task_key
+    assert spaced == read(tmp_path, question="q", messages=[USER, END]).trajectories[0].task_key

@@ -100,6 +100,7 @@ def test_a_name_or_a_folder_that_cannot_be_is_one_line(
     assert main(["new", "environment", name]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert output in line
+    assert main(["new", "tool", "think"]) == 2 and "a tag of the protocol" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "taken"]
 
 

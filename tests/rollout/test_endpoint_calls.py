@@ -1,7 +1,7 @@
 """Native tool calls of an agent behind a chat server, whether the server reads them or not."""
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -41,20 +41,21 @@ def served(*calls: tuple[str | None, str, object], text: str | None = None, **me
     return Answer({"choices": [{"message": said, "finish_reason": "tool_calls"}]})
 
 
-def factory_of(form: CallFormatName = "hermes") -> EpisodeFactory:
-    config = ToolsConfig.model_validate(
-        {"tools": ["python"], "protocol": form, "reward": {"require_think": False, "multi_tool_bonus": 0.0}}
-    )
+def factory_of(form: CallFormatName | Literal["tags"] = "hermes") -> EpisodeFactory:
+    reward = {"require_think": form == "tags", "multi_tool_bonus": 0.0}
+    config = ToolsConfig.model_validate({"tools": ["python"], "protocol": form, "reward": reward})
     return tool_factory(tools=[Search()], config=config, system_prompt="Rules.")
 
 
-def play(*answers: Answer, **settings: Any) -> tuple[Collected, ChatServer, list[Wire]]:
+def play(
+    *answers: Answer, form: CallFormatName | Literal["tags"] = "hermes", **settings: Any
+) -> tuple[Collected, ChatServer, list[Wire]]:
     """One episode, and the messages of each of its requests."""
     with chat_server(list(answers)) as server:
         chosen = EndpointSettings(base_url=server.url, model="agent", max_retries=1, **settings)
         collector = Collector(
             endpoint=ChatEndpoint(chosen, sleep=lambda seconds: None),
-            factory=factory_of(), limits=Limits(step_timeout_s=60), stop=(), run_seed=0,
+            factory=factory_of(form), limits=Limits(step_timeout_s=60), stop=(), run_seed=0,
         )  # fmt: skip
         [played] = collector.collect([TASK], num_rollouts=1).collected
     return played, server, [body_of(asked)["messages"] for asked in server.asked]
@@ -142,6 +143,17 @@ def test_separate_thinking_is_returned_separately(key: str) -> None:
     )
     assert played.trajectory is not None
     assert read_turn(played.trajectory.steps[0].text, CALL_FORMATS["hermes"], TOOLS).reasoning == "Hm."
+
+
+def test_separate_thinking_counts_as_thinking_of_the_tag_protocol() -> None:
+    answer = "<answer>\\boxed{Paris}</answer>"
+    said = [{"content": answer, "reasoning_content": "Hm."}, {"content": f"<think>Hm.</think>{answer}"}]
+    for message in said:
+        reply = Answer({"choices": [{"message": {"role": "assistant", **message}, "finish_reason": "stop"}]})
+        played, _, _ = play(reply, form="tags")
+        assert played.trajectory is not None and played.trajectory.reward == 1.0
+        text = played.trajectory.steps[0].text
+        assert "".join(text.split()) == f"<think>Hm.</think>{answer}"
 
 
 def test_thinking_in_the_text_is_kept_or_stripped() -> None:

@@ -535,6 +535,7 @@ def test_hints_and_docstring_become_the_schema() -> None:
 def test_calls_by_arguments_and_by_text() -> None:
     assert tool(add).run_call({"a": 2, "b": 3}) == ToolOutput(text="5")
     assert tool(add).run_text('{"a": 2}') == ToolOutput(text="3")
+    assert tool(add).run_text('{"a": 2.0, "b": 1e1}').text == "12"  # integers of JSON Schema
     assert tool(shout).run_text("hey") == ToolOutput(text="HEY")
     assert tool(today).run_text("{}").text == '{"day": "Monday"}'
 

@@ -4,7 +4,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection
@@ -112,6 +112,38 @@ def test_a_message_of_the_assistant_is_continued(server: PolicyServer, client: h
     num_tokens = len(server.renderer.tokenizer.encode(written, add_special_tokens=False))
     assert continued["usage"]["prompt_tokens"] == complete(client)["usage"]["prompt_tokens"] + num_tokens
     assert continued["choices"][0]["message"]["content"].startswith("<")
+
+
+def test_thinking_stays_in_a_text_that_is_continued(server: PolicyServer) -> None:
+    """The context of the continuation is that of training."""
+    turn = "<think>Look it up.</think><search>lamp</search>"
+    seen: list[tuple[int, ...]] = []
+
+    class Thinking:
+        context_length = 4096
+
+        def generate(self, requests: Sequence[Request]) -> list[Generation]:
+            seen.append(tuple(requests[0].token_ids))
+            ids = tuple(server.renderer.tokenizer.encode(turn, add_special_tokens=False))
+            logprobs = (0.0,) * len(ids)
+            return [
+                Generation(
+                    request_id=request.request_id,
+                    token_ids=ids,
+                    logprobs=logprobs,
+                    entropies=logprobs,
+                    finish_reason=FinishReason.STOP,
+                    weight_version=0,
+                )
+                for request in requests
+            ]
+
+    thinking = replace(server, engine=Thinking())
+    with serving(thinking) as client:
+        assert text(client) == turn
+        result = "\n<result>\nlamp: hill\n</result>\n"
+        complete(client, messages=[QUESTION, {"role": "assistant", "content": turn + result}])
+    assert server.renderer.tokenizer.decode(seen[1][len(seen[0]) :]) == turn + result
 
 
 def test_fields_of_a_request(client: httpx2.Client) -> None:

@@ -48,6 +48,7 @@ _TOO_LONG = re.compile(
     r"|(?:prompt|input)\w* (?:is|are) too long",
     re.IGNORECASE,
 )
+_NEWER_LIMIT: Final = "max_completion_tokens"
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS_STATUS = frozenset({401, 403, 404})
 
@@ -372,7 +373,12 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
             raise Transient("aborted", f"the server ended the answer: {reason}")
         case {"choices": [{"message": dict(message)} as choice, *_]}:
             finish, content = choice.get("finish_reason"), message.get("content")
-            if content is None and finish in ("stop", "length", "tool_calls"):
+            reasoning = [text for key in _REASONING if isinstance(text := message.get(key), str) and text]
+            if isinstance(content, list):
+                content, thoughts = _join_parts(content)
+                reasoning += [thoughts] if thoughts else []
+            has_other = bool(reasoning or message.get("tool_calls") or message.get("function_call"))
+            if content is None and (finish in ("stop", "eos", "length", "tool_calls") or has_other):
                 content = ""  # an empty turn, or only thinking or calls
             if isinstance(content, str):
                 usage = answer.get("usage")
@@ -381,16 +387,32 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
                     count if isinstance(count := counts.get(name), int) and count > 0 else 0
                     for name in ("completion_tokens", "prompt_tokens")
                 )
-                reasoning = (text for key in _REASONING if isinstance(text := message.get(key), str) and text)
                 return ChatReply(
                     text=reply_text(content, stop, choice),
                     finish=finish if isinstance(finish, str) else None,
                     num_tokens=num_tokens,
                     num_context_tokens=num_context_tokens,
-                    reasoning=next(reasoning, ""),
+                    reasoning=next(iter(reasoning), ""),
                     served=served_calls(message, tools) if tools else ServedCalls(),
                 )
     raise Transient("garbage", "the response has no completion")
+
+
+def _join_parts(parts: Sequence[Any]) -> tuple[str, str]:
+    """Return text and thinking of a content in parts (Mistral). Raises Transient for other parts."""
+    texts, thoughts = [], []
+    for part in parts:
+        match part:
+            case str(text) | {"type": "text" | "output_text", "text": str(text)}:
+                texts.append(text)
+            case {"type": "thinking", "thinking": str(text)} | {"type": "reasoning", "text": str(text)}:
+                thoughts.append(text)
+            case {"type": "thinking", "thinking": list(inner)}:
+                thoughts.append(_join_parts(inner)[0])
+            case _:
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise Transient("garbage", f"the response has a part of the type {one_line(str(kind))[:40]}")
+    return "".join(texts), "\n".join(thoughts)
 
 
 def _read_models(answer: Any) -> dict[str, str]:
@@ -472,6 +494,7 @@ class ChatEndpoint:
         self._sleep = sleep
         self._lock = threading.Lock()
         self._client = HttpClient(transport)
+        self._limit_key = "max_tokens"
         self._key = os.environ.get(settings.api_key_variable, "").strip()
         if not self._key.isascii() or not (self._key.isprintable() or not self._key):
             raise ConfigError(
@@ -503,7 +526,7 @@ class ChatEndpoint:
         body: dict[str, Any] = {
             "model": settings.model,
             "messages": wire,
-            "max_tokens": max_tokens,
+            self._limit_key: max_tokens,
             "temperature": temperature,
             "seed": seed % 2**31,
         }
@@ -521,7 +544,21 @@ class ChatEndpoint:
         if settings.template_kwargs or settings.history_thinking != "keep":
             history = {"history_thinking": settings.history_thinking}
             body["chat_template_kwargs"] = history | settings.template_kwargs
-        return self.request("chat/completions", body, lambda answer: _read_reply(answer, stop, tools), seed)
+
+        def read(answer: Any) -> ChatReply:
+            return _read_reply(answer, stop, tools)
+
+        try:
+            return self.request("chat/completions", body, read, seed)
+        except EngineFault as error:
+            # OpenAI's reasoning models refuse the older name
+            if _NEWER_LIMIT in body or not (
+                isinstance(error.__cause__, Refusal) and _NEWER_LIMIT in str(error.__cause__)
+            ):
+                raise
+            self._limit_key = _NEWER_LIMIT
+            body[_NEWER_LIMIT] = body.pop("max_tokens")
+            return self.request("chat/completions", body, read, seed)
 
     def discovered(self) -> EndpointSettings:
         """Complete the settings by the server's list of models: the name for ``default``, and

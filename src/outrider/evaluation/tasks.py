@@ -35,7 +35,7 @@ from outrider.files import replace_file
 from outrider.plugins.imports import add_search_folder
 from outrider.plugins.listing import plugin_digests, write_origins
 from outrider.plugins.registry import is_import_path, is_known, known_names
-from outrider.records import SUFFIXES, Row, read_rows
+from outrider.records import SUFFIXES, Row, number_text, read_rows
 from outrider.rollout.settings import Limits
 from outrider.suggestions import did_you_mean
 from outrider.training.settings import ModelSettings
@@ -365,7 +365,7 @@ def _answers(values: Sequence[Json], row: Row, columns: Columns) -> Iterator[str
     texts: list[str] = []
     for value in values:
         if isinstance(value, Decimal) and value.is_finite():  # of Parquet
-            texts.append(str(value))
+            texts.append(number_text(value))
             continue
         if (
             isinstance(value, bool)
@@ -375,7 +375,7 @@ def _answers(values: Sequence[Json], row: Row, columns: Columns) -> Iterator[str
             raise DataError(
                 f"{row.location}: column {columns[1]!r} must hold text or numbers, got {value!r}"[:300]
             )
-        texts.append(str(value).strip())
+        texts.append(value.strip() if isinstance(value, str) else number_text(value))
     if not any(texts):
         raise DataError(f"{row.location}: column {columns[1]!r} holds no answer")
     yield from filter(None, texts)

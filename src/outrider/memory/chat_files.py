@@ -37,12 +37,26 @@ _ROLES: Final[Mapping[str, Role]] = {
     "tool": "tool", "function": "tool", "observation": "tool", "tool_response": "tool", "tool_result": "tool",
     "function_response": "tool", "ipython": "tool",
 }  # fmt: skip
+_LANGCHAIN: Final = ("human", "ai", "system", "tool")  # types of its messages, in place of roles
+_RESULTS: Final = ("tool_result", "function_call_output", "tool-result")
 _CALLERS: Final = ("function_call", "tool_call")  # ShareGPT's roles whose text is a call
 _CHATS: Final = ("messages", "conversations", "conversation", "chat", "items")
 _THOUGHTS: Final = ("reasoning_content", "reasoning", "thinking", "reasoning_text")
 _DETAILS: Final = ("reasoning_details", "thinking_blocks")
 _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
-_MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", "file", "files", "document", "pdf")
+_FILES: Final = ("file", "files", "document", "pdf")  # their columns may be text
+_MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", *_FILES)
+_CONTENTS: Final = (
+    "source",
+    "data",
+    "image_url",
+    "input_audio",
+    "video_url",
+    "file_id",
+    "file_data",
+    *_MEDIA,
+)
+"""Keys with the content of a part that is not text."""
 _READ: Final = frozenset(
     {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
      "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
@@ -64,12 +78,12 @@ class Chat:
 def read_chat(record: Mapping[str, Any]) -> Chat:
     """Read the chat of a record. Raises ValueError with the reason if it cannot be read."""
     dropped: Counter[str] = Counter()
-    if media := [key for key in _MEDIA if record.get(key)]:
+    if media := [key for key in _MEDIA if _is_media(key, record.get(key))]:
         raise ValueError(f"column {media[0]!r} is not text: Outrider trains on text")
     reader = _Reader(dropped)
     for item in _items(record):
         reader.add(item)
-    messages = reader.messages
+    messages = _numbered(reader.messages)
     system = record.get("system") or record.get("instructions")
     if system and not any(message.role == "system" for message in messages):
         messages.insert(
@@ -83,6 +97,34 @@ def turn_text(message: Message) -> str:
     calls = CALL_FORMATS["hermes"].write(message.tool_calls) if message.tool_calls else ""
     text = "\n".join(part for part in (message.content, calls) if part)
     return f"<think>\n{message.reasoning}\n</think>\n\n{text}" if message.reasoning else text
+
+
+def _is_media(key: str, value: Any) -> bool:
+    return bool(value) and not (key in _FILES and isinstance(value, str))
+
+
+def _numbered(messages: Sequence[Message]) -> list[Message]:
+    """Replace the ids of the calls by numbers. The results of a turn whose ids are those of its calls are put
+    in the order of the calls, because they are paired by their order from here on.
+    """
+    numbered: list[Message] = []
+    order: dict[str, int] = {}
+    start = 0
+    for message in messages:
+        if message.role == "assistant":
+            ids = [call.call_id for call in message.tool_calls]
+            order = dict(zip(ids, range(len(ids)), strict=True)) if len({*ids}) == len(ids) else {}
+            start = len(numbered) + 1
+            calls = tuple(
+                replace(call, call_id=call_id(number)) for number, call in enumerate(message.tool_calls)
+            )
+            message = replace(message, tool_calls=calls)
+        numbered.append(replace(message, tool_call_id=""))
+        results = [*messages[start : len(numbered)]]
+        if message.role == "tool" and all(result.tool_call_id in order for result in results):
+            ranks = sorted(range(len(results)), key=lambda n: order[results[n].tool_call_id])
+            numbered[start:] = [replace(results[n], tool_call_id="") for n in ranks]
+    return numbered
 
 
 def _items(record: Mapping[str, Any]) -> list[Any]:
@@ -116,7 +158,7 @@ def _listed(value: Any, key: str) -> list[Any]:
 def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
     """Convert a column that is a text or a list of messages to messages."""
     messages = _decoded(value)
-    if isinstance(messages, list):
+    if isinstance(messages, list) and not (isinstance(value, str) and not all(map(_role, messages))):
         return messages
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text or a list of messages, not {type(value).__name__}")
@@ -205,7 +247,10 @@ class _Reader:
         if not isinstance(item, Mapping):
             raise ValueError(f"{location} must be an object")
         kind = item.get("type")
-        if "role" in item or "from" in item or not isinstance(kind, str):
+        if kind in _LANGCHAIN and "role" not in item and "from" not in item:
+            inside = item.get("data")
+            self._add_message({"role": kind, **(inside if isinstance(inside, Mapping) else item)}, location)
+        elif "role" in item or "from" in item or not isinstance(kind, str):
             self._add_message(item, location)
         else:
             self._add_item(kind, item, location)
@@ -219,15 +264,22 @@ class _Reader:
         self._count_dropped(item, role, location)
         content = item["content"] if item.get("content") is not None else item.get("value")
         if role == "assistant":
-            turn = self._assistant(item, content, is_call=role_name in _CALLERS, location=location)
+            is_call = role_name.strip().lower() in _CALLERS
+            turn = self._assistant(item, content, is_call=is_call, location=location)
             self._append_turn(turn, joins=item.get("type") == "message")
             return
         self._joins = False
         if role == "tool":
-            text = self._result(content, location)
+            if (
+                isinstance(content, list)
+                and content
+                and all(isinstance(part, Mapping) and part.get("type") in _RESULTS for part in content)
+            ):
+                self.messages += self.parts(content, location).results
+                return
             name = item.get("name")
-            message = Message(role="tool", content=text, tool_name=name if isinstance(name, str) else "")
-            self.messages.append(message)
+            message = self._tool_message(item, content, location)
+            self.messages.append(replace(message, tool_name=name if isinstance(name, str) else ""))
             return
         if content is None:
             raise ValueError(f"{location}: 'content' must be text, not NoneType")
@@ -247,14 +299,14 @@ class _Reader:
                 else:
                     self._dropped["thinking that is encrypted"] += 1
             case "function_call" | "custom_tool_call" | "mcp_call":
-                call = _call(item, 0, location)
+                call = _call(item, location)
                 self._append_turn(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
                 if kind == "mcp_call" and item.get("output") is not None:
                     self._joins = False
-                    self.messages.append(Message(role="tool", content=self._result(item["output"], location)))
+                    self.messages.append(self._tool_message(item, item["output"], location))
             case "function_call_output" | "custom_tool_call_output":
                 self._joins = False
-                self.messages.append(Message(role="tool", content=self._result(item.get("output"), location)))
+                self.messages.append(self._tool_message(item, item.get("output"), location))
             case _:
                 raise ValueError(
                     f"{location} is an item of the type {kind!r}, which no environment here can play"
@@ -263,6 +315,8 @@ class _Reader:
     def _assistant(self, item: Mapping[str, Any], content: Any, *, is_call: bool, location: str) -> Message:
         if is_call:
             calls = _calls(content, location)
+            if not calls:
+                raise ValueError(f"{location} of a call has no call")
             return Message(role="assistant", content="", tool_calls=calls)
         parts = self.parts(content, location) if content is not None else _Parts([], [], [], [])
         if parts.results:
@@ -271,16 +325,30 @@ class _Reader:
         refusal = item.get("refusal")
         if isinstance(refusal, str) and refusal.strip():
             text = "\n".join(part for part in (text, refusal) if part)
-        calls = (*parts.calls, *_calls(item.get("tool_calls"), location))
-        if item.get("function_call"):
-            calls = (*calls, *_calls(item["function_call"], location))
+        calls = self._distinct_calls(item, parts, text, location)
         reasoning = self._thoughts(item, parts, text, location)
         if not (text.strip() or calls or reasoning):
             if content is None:
                 raise ValueError(f"{location}: 'content' must be text, not NoneType")
             raise ValueError(f"{location} of the assistant is empty")
-        numbered = tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls))
-        return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=numbered)
+        return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=calls)
+
+    def _distinct_calls(
+        self, item: Mapping[str, Any], parts: _Parts, text: str, location: str
+    ) -> tuple[ToolCall, ...]:
+        """Return the calls that are not in the text. Exports repeat them in several fields, so only one of
+        these is used.
+        """
+        fields = (
+            _calls(item.get("tool_calls"), location), _calls(item.get("function_call"), location),
+            tuple(parts.calls),
+        )  # fmt: skip
+        written = tuple(CALL_FORMATS["hermes"].read(text, ()).calls) if "<tool_call>" in text else ()
+        used, *others = [calls for calls in (written, *fields) if calls] or [()]
+        known = [(call.name, call.arguments) for call in used]
+        if any((call.name, call.arguments) not in known for other in others for call in other):
+            self._dropped["calls beside others of the same message"] += 1
+        return () if written else used
 
     def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
         """Return the thinking. Servers repeat it under several names, so only one of them is used."""
@@ -303,12 +371,11 @@ class _Reader:
         if last is None or last.role != "assistant" or _begins(turn, last):
             self.messages.append(turn)
             return
-        calls = (*last.tool_calls, *turn.tool_calls)
         self.messages[-1] = Message(
             role="assistant",
             content=last.content + turn.content,
             reasoning="\n".join(text for text in (last.reasoning, turn.reasoning) if text),
-            tool_calls=tuple(replace(call, call_id=call_id(number)) for number, call in enumerate(calls)),
+            tool_calls=(*last.tool_calls, *turn.tool_calls),
         )
 
     def parts(self, content: Any, location: str) -> _Parts:
@@ -345,25 +412,30 @@ class _Reader:
         elif kind == "redacted_thinking":
             self._dropped["thinking that is encrypted"] += 1
         elif kind in ("tool_use", "tool_call", "function_call", "tool-call"):
-            parts.calls.append(_call(part, len(parts.calls), location))
-        elif kind in ("tool_result", "function_call_output"):
-            output = part.get("content") if kind == "tool_result" else part.get("output")
-            parts.results.append(Message(role="tool", content=self._result(output, location)))
-        elif isinstance(kind, str) and any(
-            kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA
-        ):
+            parts.calls.append(_call(part, location))
+        elif kind in _RESULTS:
+            output = next((part[key] for key in ("content", "output", "result") if key in part), None)
+            if kind == "tool-result" and isinstance(output, Mapping) and "value" in output:
+                output = output["value"]
+            parts.results.append(self._tool_message(part, output, location))
+        elif isinstance(kind, str) and _names_media(kind):
             raise ValueError(f"{location} contains a part of the type {kind!r}: Outrider trains on text")
         else:
             raise ValueError(f"{location} contains a part of the unknown type {kind!r}")
 
+    def _tool_message(self, item: Mapping[str, Any], content: Any, location: str) -> Message:
+        """Return a result with the id of its call, if there is one."""
+        return Message(role="tool", content=self._result(content, location), tool_call_id=_id(item))
+
     def _result(self, content: Any, location: str) -> str:
-        """Return the result of a tool call: text, parts of text, or JSON."""
+        """Return the result of a tool call: text, parts of text, or JSON, which may have a key ``type``."""
         if content is None:
             return ""
         if isinstance(content, str):
             return content
         is_parts = isinstance(content, list) and all(
-            isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("type"), str))
+            isinstance(part, str)
+            or (isinstance(part, Mapping) and (part.get("type") in _TEXTS or _is_media_part(part)))
             for part in content
         )
         if is_parts or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
@@ -374,7 +446,7 @@ class _Reader:
 
     def _count_dropped(self, item: Mapping[str, Any], role: Role, location: str) -> None:
         for key, value in item.items():
-            if key in _MEDIA and value:
+            if key in _MEDIA and _is_media(key, value):
                 raise ValueError(f"{location} contains {key!r}: Outrider trains on text")
             if value is None or value == [] or value == {} or value == "":
                 continue
@@ -383,6 +455,21 @@ class _Reader:
             if (key in _READ and belongs) or (key == "name" and role == "tool"):
                 continue
             self._dropped[f"{key!r} of messages of the role {role}"] += 1
+
+
+def _names_media(kind: str) -> bool:
+    return any(kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA)
+
+
+def _is_media_part(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and _names_media(kind) and any(part.get(key) for key in _CONTENTS)
+
+
+def _id(item: Mapping[str, Any]) -> str:
+    """The id that links a call and its result. An item of Responses has an ``id`` of its own beside it."""
+    keys = ("tool_call_id", "call_id", "tool_use_id", "toolCallId", "id")
+    return next((value for key in keys if isinstance(value := item.get(key), str) and value), "")
 
 
 def _begins(turn: Message, last: Message) -> bool:
@@ -423,10 +510,10 @@ def _calls(value: Any, location: str) -> tuple[ToolCall, ...]:
         return ()
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{location}: 'tool_calls' must be a list of function calls")
-    return tuple(_call(call, number, location) for number, call in enumerate(calls))
+    return tuple(_call(call, location) for call in calls)
 
 
-def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
+def _call(value: Mapping[str, Any], location: str) -> ToolCall:
     """Read one call in the form of OpenAI, Anthropic or LangChain, or a bare one."""
     inside = next(
         (nested for key in ("function", "custom") if isinstance(nested := value.get(key), Mapping)), value
@@ -438,7 +525,7 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
     key = next((key for key in keys if inside.get(key) is not None), None)
     is_text = value.get("type") in ("custom", "custom_tool_call")
     if is_text and isinstance(inside.get("input"), str):
-        return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=call_id(number))
+        return ToolCall(name=name, arguments={"input": inside["input"]}, call_id=_id(value))
     # In an object (not JSON text), a table's writer has put the arguments of all other tools, as nulls.
     arguments: Any = None if key is None else _without_nulls(inside[key])
     while isinstance(arguments, str):  # JSON text, which some exporters encode twice
@@ -450,7 +537,7 @@ def _call(value: Mapping[str, Any], number: int, location: str) -> ToolCall:
         raise ValueError(
             f"{location}: the arguments of {name} must be an object, not {type(arguments).__name__}"
         )
-    return ToolCall(name=name, arguments=dict(arguments or {}), call_id=call_id(number))
+    return ToolCall(name=name, arguments=dict(arguments or {}), call_id=_id(value))
 
 
 # Import of off-policy trajectories, for the Step-Trace Buffer and as demonstrations.
@@ -518,7 +605,7 @@ def import_trajectories(
     for number, read in _records(path):
         try:
             question, trajectory, left_out = _trajectory(read(), agent, answer_marks)
-            if questions.setdefault(trajectory.task_key, question) != question:
+            if questions.setdefault(trajectory.task_key, question).strip() != question.strip():
                 raise ValueError(f"task {trajectory.task_key!r} has another question than before")
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
             problem = f"{path}:{number}: {' '.join(str(error).split())}"
@@ -792,8 +879,10 @@ def _split(
 
 
 def question_key(question: str) -> str:
-    """Return the task key for a record without one."""
-    return f"question-{_digest(question)}"
+    """Return the task key for a record without one. Blanks at the ends, which data sets of questions lose,
+    do not count.
+    """
+    return f"question-{_digest(question.strip())}"
 
 
 def _digest(text: str) -> str:

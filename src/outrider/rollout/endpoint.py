@@ -330,8 +330,10 @@ def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
         return _program_turn(reply, episode)
     name = episode.call_format
     if name is None:
-        plain = Message(role="assistant", content=reply.text)
-        return EndpointTurn(response=plain, history_message=plain, text=reply.text)
+        # the environment reads thinking in the text, also if the server returned it separately
+        text = _text(reply, reply.text)
+        sent = Message(role="assistant", content=reply.text, reasoning=reply.reasoning)
+        return EndpointTurn(response=Message(role="assistant", content=text), history_message=sent, text=text)
     form, tools, served = get_call_format(name), episode.tools, reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
@@ -365,8 +367,8 @@ def _program_turn(reply: ChatReply, episode: ExternalEpisode) -> EndpointTurn:
         response = episode.read(reply.text)
         return EndpointTurn(
             response=replace(response, reasoning=reply.reasoning or response.reasoning),
-            history_message=Message(role="assistant", content=reply.text),
-            text=reply.text,
+            history_message=Message(role="assistant", content=reply.text, reasoning=reply.reasoning),
+            text=_text(reply, reply.text),
         )
     form, request = get_call_format(episode.call_format), episode.request
     reply = replace(reply, text=before_stop(reply.text, request.stop))

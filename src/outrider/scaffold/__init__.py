@@ -12,6 +12,7 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider import __version__
+from outrider.environments.tool_qa.environment import RESERVED_TAGS
 from outrider.errors import ConfigError
 from outrider.files import replace_file
 from outrider.plugins.registry import BUILT_IN, Kind
@@ -41,6 +42,8 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         raise ConfigError(f"{name!r} cannot be the name of a plug-in: lower-case words, joined by - or _")
     if name in BUILT_IN[_KINDS[kind]]:
         raise ConfigError(f"{name!r} is a built-in name: choose another one")
+    if kind == "tool" and name in RESERVED_TAGS:
+        raise ConfigError(f"{name!r} is a tag of the protocol, which no tool can have: choose another name")
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: choose a new folder")

@@ -94,11 +94,19 @@ class Accepted:
     choices: tuple[Any, ...] = ()
 
     def fits(self, value: Any) -> bool:
-        """Whether the value is accepted."""
+        """Whether the value is accepted. As in JSON Schema, 2.0 is an integer."""
         is_bool = isinstance(value, bool)  # a bool is an int in Python, but no number in JSON
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
         return any(
             isinstance(value, TYPES[name]) and (name == "boolean" or not is_bool) for name in self.types
         ) or any(value == choice and is_bool == isinstance(choice, bool) for choice in self.choices)
+
+    def as_integer(self, value: Any) -> Any:
+        """Return 2 for 2.0 if the schema accepts integers but no other numbers; else the value."""
+        is_whole = isinstance(value, float) and value.is_integer()
+        integers = "integer" in self.types or any(type(choice) is int for choice in self.choices)
+        return int(value) if is_whole and integers and "number" not in self.types else value
 
     def describe(self) -> str:
         """Describe the values; the text continues a sentence after "must be"."""

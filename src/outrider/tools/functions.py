@@ -28,6 +28,7 @@ from pydantic_core import to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault
 from outrider.tokens.call_formats import find_call_error
+from outrider.tokens.tool_calls import accepted_values
 from outrider.tools.base import ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -357,7 +358,11 @@ class FunctionTool(CalledByText):
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
         values: dict[str, Any] = dict(arguments)
+        parameters = self.schema["parameters"]
         for name in values:
+            accepted = accepted_values(parameters["properties"].get(name), parameters)
+            if accepted is not None:
+                values[name] = accepted.as_integer(values[name])
             try:
                 if name in self.converters:
                     values[name] = self.converters[name].validate_python(values[name])

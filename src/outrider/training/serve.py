@@ -19,6 +19,7 @@ from outrider.environments.agent.requests import PolicyRequest, RequestError, re
 from outrider.environments.agent.responses import Answer, read_answer
 from outrider.environments.agent.server import Gateway
 from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session
+from outrider.environments.base import is_inline
 from outrider.environments.conversations import Conversation
 from outrider.errors import ConfigError, EngineFault
 from outrider.printing import one_line, print_lines
@@ -138,8 +139,11 @@ class PolicyServer:
         is_closed = generation.finish_reason is FinishReason.EOS
         text = self.renderer.turn_text(generation.token_ids, context=context, is_closed=is_closed)
         turn = sampled_turn(generation, context, self.renderer)
-        call_format = self.settings.environment.call_format
-        message = read_answer(text, conversation, call_format, turn, number=self.num_requests)
+        environment = self.settings.environment
+        message = read_answer(
+            text, conversation, environment.call_format, turn, number=self.num_requests,
+            is_inline=is_inline(environment),
+        )  # fmt: skip
         return Answer(message=message, turn=turn)
 
 

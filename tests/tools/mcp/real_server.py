@@ -40,7 +40,7 @@ def picture() -> CallToolResult:
 @server.tool()
 def table() -> CallToolResult:
     """Return structured content without a text."""
-    return CallToolResult(content=[], structured_content={"rows": [1, 2]})
+    return CallToolResult(content=[TextContent(text="")], structured_content={"rows": [1, 2]})
 
 
 @server.tool()

@@ -51,6 +51,7 @@ def read_answer(
     turn: SampledTurn | ServedTurn | None,
     *,
     number: int,
+    is_inline: bool = False,
 ) -> Message:
     """Parse the text of a turn into the message that the program will receive.
 
@@ -60,11 +61,15 @@ def read_answer(
         call_format: the format of native tool calls; None without them.
         turn: data about the turn, if there are any.
         number: the number of the turn in the conversation, which the ids of its calls contain.
+        is_inline: thinking stays in the text, because the program sends the text back to be continued.
     """
     if turn is None or turn.kind != "drawn":
         text = before_stop(text, request.stop)
     elif turn.finish == "stop":  # otherwise the policy wrote no stop string
         text = before_stop(text, request.stop, opened=len(turn.opened))
+    if is_inline:  # the prompt of the continuation ends with the same opening of thinking
+        opened = turn.opened if turn is not None and turn.kind == "drawn" else ""
+        return Message(role="assistant", content=text.removeprefix(opened))
     form = None if call_format is None else get_call_format(call_format)
     parsed = read_turn_unchecked(text, form, request.tools)
     if problems := parsed.problems or call_problems(parsed.tool_calls, request):

@@ -17,7 +17,7 @@ from outrider.config import Settings, no_such_file
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import search_folders
-from outrider.records import SUFFIXES, Row, read_rows
+from outrider.records import SUFFIXES, Row, number_text, read_rows
 from outrider.types import Message, Task
 
 Split = Literal["train", "valid", "test"]
@@ -79,6 +79,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
     seen: dict[str, tuple[str, ...]] = {}  # the answers of each question where it occurs first
     repeated: list[str] = []
     contradicting: list[str] = []
+    listed: list[str] = []
     if config.path is not None:
         rows: Iterable[Row] = read_rows(config.path)
     else:
@@ -98,6 +99,8 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         )
         if has_answer and not answers:
             raise DataError(f"{row.location}: column {column!r} contains no answer")
+        if isinstance(values, str) and _is_list_text(values):
+            listed.append(row.location)
         columns = json.loads(json.dumps(row.values, default=str)) if keeps_columns else {}
         task = Task(key=key, question=question, answers=answers, metadata=columns)
         if not all(task.answers):
@@ -120,6 +123,11 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         logging.getLogger(__name__).warning(
             "%d rows with a blank answer left out, the first at %s", len(blank), blank[0]
         )
+    if listed:
+        logging.getLogger(__name__).warning(
+            "%d answers are the text of a JSON list, the first at %s: each is one answer; several accepted "
+            "answers are a list and not text", len(listed), listed[0],
+        )  # fmt: skip
     if repeated:
         others = f"; {len(contradicting)} of them with other answers, the first at " if contradicting else ""
         logging.getLogger(__name__).warning(
@@ -181,14 +189,25 @@ def answer_column(row: Row, column: str) -> str:
     return "answers" if is_other else column
 
 
+def _is_list_text(text: str) -> bool:
+    """Whether a text is a JSON list of texts, as some tables store several accepted answers."""
+    if not text.lstrip().startswith("["):
+        return False
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(values) and all(isinstance(value, str) for value in values)
+
+
 def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
-    if isinstance(value, Decimal):  # of Parquet
-        value = str(value)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):  # Decimal: of Parquet
         raise DataError(
             f"{row.location}: column {config.answer!r} must contain text or numbers, got {value!r}"[:300]
         )
-    text = "" if isinstance(value, float) and not math.isfinite(value) else str(value)  # a missing number
+    if not isinstance(value, str):
+        value = number_text(value) if math.isfinite(value) else ""  # NaN is a missing number
+    text = value
     if config.answer_after is not None:
         _, mark, text = text.rpartition(config.answer_after)
         if not mark:

@@ -105,7 +105,7 @@ class EpisodeConfig(EnvironmentSettings):
 
     @model_validator(mode="after")
     def _distinct_tags(self) -> "EpisodeConfig":
-        taken = set(_RESERVED) - {RESULT}
+        taken = set(RESERVED_TAGS) - {RESULT}
         if self.result_tag in taken or not _TAG.fullmatch(self.result_tag):
             raise ValueError(
                 f"result_tag = {self.result_tag!r} is no tag of its own: lower-case letters, digits "
@@ -176,7 +176,7 @@ class SearchSettings(EpisodeConfig, WindowedSettings):
 ToolName: TypeAlias = Annotated[str | Settings, Entry("tools")]
 """A tool by name, with its default settings, or a table with its ``type`` and settings."""
 _TAG = re.compile(r"[a-z][a-z0-9_]*")
-_RESERVED = ("think", RESULT, "retrieve", ANSWER)
+RESERVED_TAGS = ("think", RESULT, "retrieve", ANSWER)
 
 
 def validate_tools(tools: Sequence[ToolName], result_tag: str = RESULT) -> None:
@@ -208,7 +208,7 @@ def _require_tags(names: Sequence[str], result_tag: str) -> None:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"tools must name at least one tool, each once: {twice!r} is there twice")
-    reserved = tuple(dict.fromkeys((*_RESERVED, result_tag)))
+    reserved = tuple(dict.fromkeys((*RESERVED_TAGS, result_tag)))
     if wrong := [name for name in names if not _TAG.fullmatch(name) or name in reserved]:
         raise ValueError(
             f"a tool cannot have the tag name {wrong[0]!r}: lower-case letters, "

@@ -97,7 +97,9 @@ def _to_tool_output(result: CallToolResult, max_chars: int) -> ToolOutput:
                 parts.append(inside.text)
             case EmbeddedResource(resource=BlobResourceContents() as inside):
                 parts.append(describe_bytes(inside.mime_type or "a file", inside.blob))
-    if not any(isinstance(block, TextContent) for block in result.content) and result.structured_content:
+    has_text = any(isinstance(block, TextContent) and block.text.strip() for block in result.content)
+    if not has_text and result.structured_content:
+        parts = [part for part in parts if part.strip()]
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
     text = _cut("\n".join(parts), max_chars)
     is_error = bool(result.is_error)
