@@ -5,8 +5,8 @@ is detected or harmless.
 
 Each case is a tiny run, as it ends and as a kill in its last step leaves it. One file of a copy is damaged;
 then the copy is resumed and reported. damage.jsonl has one line per damage; the same command continues.
-Verdicts: refused (one line, status 1 or 2), told (a warning), harmless (the same final bits as without
-damage), and the errors SILENT (other bits without a warning) and TRACEBACK. The command prints a table and
+Verdicts: refused (one line, status 1 or 2), reported (a warning), harmless (the same final bits as without
+damage), and the errors unnoticed (other bits without a warning) and traceback. The command prints a table and
 exits with status 1 if there is an error.
 """
 
@@ -27,7 +27,7 @@ from outrider.doctor import processor
 
 NUM_STEPS = 3
 STATES = ("ended", "killed")
-VERDICTS = ("refused", "told", "harmless", "SILENT", "TRACEBACK")
+VERDICTS = ("refused", "reported", "harmless", "unnoticed", "traceback")
 _TOLD = ("DAMAGED", "NO CHECKSUM", "OTHER ", "NO REPORT", "last writer was killed")
 
 
@@ -100,17 +100,19 @@ def play(out: Path, case: str, state: str, file: str, damage: str, number: int) 
     said = "\n".join(one.stdout + one.stderr for one in ended)
     told = next((line for line in said.splitlines() if any(mark in line for mark in _TOLD)), "")
     if "Traceback (most recent call last)" in said or any(one.returncode not in (0, 1, 2) for one in ended):
-        verdict, detail = "TRACEBACK", said[-2000:]
+        verdict, detail = "traceback", said[-2000:]
     elif ended[0].returncode:
         lines = [line for line in ended[0].stderr.splitlines() if line.startswith("outrider: ")]
         verdict, detail = (
-            ("refused", lines[0]) if len(lines) == 1 else ("SILENT", f"{len(lines)} lines: {ended[0].stderr}")
+            ("refused", lines[0])
+            if len(lines) == 1
+            else ("unnoticed", f"{len(lines)} lines: {ended[0].stderr}")
         )
     elif told:
-        verdict, detail = "told", told
+        verdict, detail = "reported", told
     else:
         wrong = differences(_made(out, case, "ended"), run, num_steps=NUM_STEPS)
-        verdict, detail = ("SILENT" if wrong else "harmless"), ", ".join(wrong)
+        verdict, detail = ("unnoticed" if wrong else "harmless"), ", ".join(wrong)
     return {
         "what": [case, state, file, damage, number],
         "verdict": verdict,

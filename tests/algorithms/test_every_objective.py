@@ -261,3 +261,20 @@ def test_the_order_of_the_groups_changes_no_advantage(name: str) -> None:
     ]
     base, found = (token_advantages(assign(name, order)[0]) for order in (groups, groups[::-1]))
     np.testing.assert_allclose(np.concatenate([found[3:], found[:3]]), base, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"type": "gigpo"},
+        {"type": "grpo", "invalid_penalty": 0.1},
+        {"type": "reinforce++", "gamma": 0.9},
+        {"type": "lamer"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ratio", ["sequence", "product"])
+def test_one_term_per_rollout_has_no_advantage_per_turn(algorithm: dict[str, Any], ratio: str) -> None:
+    loss = {"type": "gspo", "sequence_ratio": ratio}
+    with pytest.raises(ConfigError, match=r"set loss\.sequence_ratio = token"):
+        validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": algorithm | {"loss": loss}})

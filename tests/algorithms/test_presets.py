@@ -125,6 +125,9 @@ def test_a_preset_sets_missing_keys_and_survives_the_run_directory(kind: str, na
         type(settings), {"preset": name, "positive_nll": 0.111, "sampler_correction": {"upper": 1.5}}
     )
     assert (given.positive_nll, given.sampler_correction.upper) == (0.111, 1.5)
+    # the type of the preset itself changes nothing
+    same = validate(type(settings), {"preset": name, "loss": {"type": settings.loss.type}})
+    assert same == settings
     without = validate(type(settings), {"preset": name, "overlong": "none", "dynamic_sampling": "none"})
     assert without.overlong is None and without.dynamic_sampling is None
     run = validate(

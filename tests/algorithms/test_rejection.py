@@ -120,6 +120,8 @@ def test_it_climbs_the_chance_of_passing_and_nothing_else() -> None:
         ({"keep": "best", "max_kept": 2}, "remove max_kept"),
         ({"group_size": 1}, "group_size"),
         ({"positive_nll": 0.1}, "remove positive_nll"),
+        ({"observation_nll": 0.1}, "observation_nll also trains on rollouts that rejection sampling drops"),
+        ({"distill": {"help": ["sibling"]}}, "distill also trains"),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from outrider.engines.base import Generation, Request
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import EngineFault, EnvironmentFault, ToolFault
 from outrider.rollout.branching import Expansion
-from outrider.rollout.hooks import EpisodeState, Hook, Splice
+from outrider.rollout.hooks import Demonstration, EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import RolloutReport
 from outrider.rollout.settings import Limits
 from outrider.seeding import stream
@@ -557,6 +557,44 @@ def test_every_generated_token_is_counted_once(rule: str, max_retries: int) -> N
     values = rollout_metrics(report.traces)
     assert values["tokens/discarded"] > 0
     assert values.get("tokens/policy", 0.0) + values["tokens/discarded"] == engine.num_tokens
+
+
+@dataclass
+class Prefix(Hook):
+    """Two executed steps of an expert in front of every rollout."""
+
+    def before_turn(self, state: EpisodeState) -> Sequence[Demonstration]:
+        return [] if state.turn else [Demonstration(text="a."), Demonstration(text="b.")]
+
+
+@pytest.mark.parametrize("kind", ["prefix", "copied", "replayed"])
+def test_executed_tool_calls_are_counted(kind: str) -> None:
+    """A prefix is executed by every rollout, and a fork by replay executes the calls before it again."""
+    executed = []
+
+    def one_call(number: int, text: str) -> StepResult:
+        executed.append(text)
+        return replace(say(f" o{number}"), num_tool_calls=1, done=number >= 3)
+
+    forking = Forking(lambda state: 3 * (state.rollout == 0 and state.turn == 2), first_wave=1, wave=1)
+    environment = CopyableFake if kind == "copied" else Fake
+    report, _ = play(
+        Prefix() if kind == "prefix" else forking,
+        size=4,
+        make=lambda task, number: environment(on_step=one_call),
+    )
+    values = rollout_metrics(report.traces)
+    assert values["rollout/num_tool_calls"] == len(executed) == (10 if kind == "copied" else 16)
+    assert values["rollout/num_tool_calls_shared"] == (6 if kind == "copied" else 0)
+
+
+def test_a_probe_that_sets_the_first_wave_to_one_leaves_room_for_forks() -> None:
+    """The probe never forks: without another rollout from the prompt, the whole group would start there."""
+    forking = Forking(lambda state: int(state.rollout > 0), first_wave=1, wave=1)
+    report, _ = play(forking, size=8)
+    [trace] = report.traces
+    assert sum(node.trainable and node.parent == 0 for node in trace.nodes) < 8
+    assert sum(node.metadata.get("num_forks", 0) for node in trace.nodes) > 0
 
 
 def test_with_one_rollout_at_a_time_not_all_forks_start_from_the_first_ones() -> None:

@@ -140,6 +140,7 @@ def test_the_same_advice_is_repeated_only_every_few_steps() -> None:
     assert reason == [1] + [0] * 9 + [1, 0, 0]
     assert one.lines([trace_of(1)], step=14, values=NO_SIGNAL | {"group/fraction_without_signal": 0.5}) == []
     assert len(one.lines([trace_of(1)], step=15, values=NO_SIGNAL)) == 1
+    assert advice().lines([trace_of(1)], step=1, values=NO_SIGNAL | {"distill/num_tokens": 9.0}) == []
     lost = NO_SIGNAL | {"rollout/num_masked": 4.0}  # faults have an alarm of their own
     assert advice().lines([trace_of(1)], step=1, values=lost) == []
 

@@ -152,6 +152,14 @@ class ObjectiveSettings(Settings):
             )
         return self
 
+    def require_ratio_per_token(self, reason: str) -> None:
+        """Raise ValueError for GSPO with one term per rollout, in which advantages of its tokens cancel."""
+        if self.loss.type == "gspo" and self.loss.sequence_ratio != "token":
+            raise ValueError(
+                f"loss.sequence_ratio = {self.loss.sequence_ratio} has one advantage per rollout, and "
+                f"{reason}: set loss.sequence_ratio = token"
+            )
+
     @property
     def label(self) -> str:
         """Name of the method in evaluations after training: the algorithm's type."""
@@ -305,6 +313,8 @@ class TurnScoreSettings(ObjectiveSettings):
                 f"advantage = {self.advantage} compares whole rollouts: remove invalid_penalty and "
                 "statistics, or set advantage = group_normalized, group_centered or leave_one_out"
             )
+        if self.scores_turns:
+            self.require_ratio_per_token("invalid_penalty and statistics = samples differ by turn")
         return self
 
     @property

@@ -191,6 +191,7 @@ class GigpoSettings(TurnScoreSettings):
 
     @model_validator(mode="after")
     def _validate(self) -> "GigpoSettings":
+        self.require_ratio_per_token("the advantages of turns differ")
         if self.advantage != _KINDS[self.normalization]:
             raise ValueError(
                 f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"

@@ -173,9 +173,11 @@ class GroupSettings(TurnScoreSettings):
 
 
 def measured_kl(node: Node) -> tuple[float, ...]:
-    """Return the KL of a policy node's tokens. Raises ValueError if it was not measured."""
+    """Return the KL of a policy node's tokens. Raises ValueError if it was not measured or is no number."""
     if len(node.kl) != len(node.token_ids):
         raise ValueError(f"reward_kl_weight: no KL was measured on node {node.node_id}")
+    if not all(map(math.isfinite, node.kl)):
+        raise ValueError(f"reward_kl_weight: the KL of a token of node {node.node_id} is not finite")
     return node.kl
 
 
@@ -416,6 +418,8 @@ class ReinforcePlusPlusSettings(GroupSettings):
                 "REINFORCE++ whitens over the batch: remove advantage "
                 "(group_baseline = true centres in the group)"
             )
+        if self.gamma != 1.0 or self.reward_kl_weight > 0:
+            self.require_ratio_per_token("gamma and a KL in the reward differ by token")
         if self.statistics == "samples" and not self.group_baseline:
             raise ValueError(
                 "statistics = samples needs group_baseline = true: REINFORCE++ without it has no group mean"
@@ -553,6 +557,9 @@ class RejectionSettings(ObjectiveSettings):
             raise ValueError(
                 "the loss of rejection sampling already is a negative log-likelihood: remove positive_nll"
             )
+        added = {"observation_nll": self.observation_nll > 0, "distill": self.distill is not None}
+        if name := next((name for name, is_set in added.items() if is_set), None):
+            raise ValueError(f"{name} also trains on rollouts that rejection sampling drops: remove it")
         if self.max_kept is not None and self.keep != "all":
             raise ValueError(f"keep = {self.keep} selects one rollout per task: remove max_kept")
         return self

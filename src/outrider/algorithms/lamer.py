@@ -70,6 +70,7 @@ class LamerSettings(ObjectiveSettings):
 
     @model_validator(mode="after")
     def _validate(self) -> "LamerSettings":
+        self.require_ratio_per_token("the advantages of episodes differ")
         if self.advantage not in ("group_centered", "group_normalized", "leave_one_out"):
             raise ValueError(
                 f"lamer compares returns of turns: advantage = {self.advantage} does not apply to them; use "

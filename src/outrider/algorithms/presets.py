@@ -7,7 +7,7 @@ run.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 GrpoPreset = Literal[
     "grpo",
@@ -114,6 +114,10 @@ GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_DEFAULT_TYPES: Final = {"loss": "clip"}
+"""Types of tables of presets that leave them out."""
+
+
 def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default: str) -> Any:
     """Return the settings ``data``, with the values of their preset for keys that ``data`` does not set.
 
@@ -127,6 +131,6 @@ def with_preset(presets: Mapping[str, Mapping[str, Any]], data: Any, *, default:
     for name, table in preset.items():
         own = data.get(name)
         if isinstance(table, Mapping) and isinstance(own, Mapping):
-            is_same_type = own.get("type", table.get("type")) == table.get("type")
-            merged[name] = {**table, **own} if is_same_type else own
+            of_preset = table.get("type", _DEFAULT_TYPES.get(name))
+            merged[name] = {**table, **own} if own.get("type", of_preset) == of_preset else own
     return merged

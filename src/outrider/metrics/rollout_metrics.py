@@ -55,7 +55,8 @@ ROLLOUT_METRICS: Final[tuple[Metric, ...]] = (
          "num_truncated_turns"),
         ("turns_max", "turns", "most policy turns in a rollout", "below the turn limit",
          "num_truncated_turns"),
-        ("num_tool_calls", "calls", "tool calls executed in this step", "stable",
+        ("num_tool_calls", "calls",
+         "tool calls executed in this step, without those of tries that a fault ended", "stable",
          "0 means that the agent stopped using tools"),
         ("tool_calls_per_leaf", "calls",
          "mean number of executed calls on a rollout's path; a shared one counts for every rollout", "stable",
@@ -210,7 +211,7 @@ ROLLOUT_METRICS: Final[tuple[Metric, ...]] = (
         ("num_missing", "groups", "number of groups that the step has fewer than train.tasks_per_step",
          {"high": 0}, "algorithm.dynamic_sampling.max_extra_batches; the difficulty of the tasks"),
         ("fraction_without_signal", "1",
-         "share of the groups trained on that give no gradient, whatever the reason", {"high": 0.7},
+         "share of the groups trained on that have no advantages, whatever the reason", {"high": 0.7},
          "difficulty, group size"),
     ),
 )

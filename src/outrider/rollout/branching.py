@@ -268,8 +268,9 @@ class BranchingGroupScheduler:
         num_left = self._size - group.num_started
         if self._needs_budget and group.num_finished == 1:
             wave = brancher.budget(group.trace)
-            if wave is not None and wave > 1:
-                return min(wave - 1, num_left)
+            if wave is not None:
+                # the probe never forks, so at least one more rollout starts at the prompt
+                return min(max(1, wave - 1), num_left)
         return num_left
 
     def _decide(self, brancher: Hook, group: _Group) -> None:

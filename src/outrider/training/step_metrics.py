@@ -225,7 +225,8 @@ class Advice:
         return lines
 
     def _without_signal(self, traces: Sequence[Trace], values: Mapping[str, float], limits: Limits) -> str:
-        if values.get("group/fraction_without_signal") != 1.0:
+        learns_otherwise = values.get("distill/num_tokens", 0) > 0 or self.settings.algorithm.observation_nll
+        if values.get("group/fraction_without_signal") != 1.0 or learns_otherwise:
             return ""
         rollouts = [(leaf, path) for trace in traces for leaf, path in trace.scored_rollouts()]
         num = len(rollouts)
@@ -395,6 +396,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     turns = [sum(node.trainable for node in path) for _, path in scored]
     policy_lengths = [sum(len(node.token_ids) for node in path if node.trainable) for _, path in scored]
     calls_on_paths = sum(_total(path, "num_tool_calls") for _, path in scored)
+    executed = _num_executed_calls([path for _, path in scored])
     truncated = outcomes[Outcome.TRUNCATED_TOKENS] + outcomes[Outcome.TRUNCATED_TURNS]
     metrics |= {
         "reward/mean": fmean(returns),
@@ -407,9 +409,9 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
         "rollout/policy_tokens_mean": fmean(policy_lengths),
         "rollout/turns_mean": fmean(turns),
         "rollout/turns_max": float(max(turns)),
-        "rollout/num_tool_calls": _total(nodes, "num_tool_calls"),
+        "rollout/num_tool_calls": executed,
         "rollout/tool_calls_per_leaf": calls_on_paths / len(scored),
-        "rollout/num_tool_calls_shared": calls_on_paths - _total(nodes, "num_tool_calls"),
+        "rollout/num_tool_calls_shared": calls_on_paths - executed,
         "rollout/num_tool_calls_saved": _total(nodes, "num_calls_saved"),
         "rollout/num_tool_calls_refused": sum(
             leaf.metrics.get("num_refused_calls", 0.0) for leaf, _ in scored
@@ -444,6 +446,26 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     for name, origin in _ORIGINS.items():
         metrics[f"tokens/{name}"] = float(sum(len(node.token_ids) for node in nodes if node.origin is origin))
     return metrics
+
+
+def _num_executed_calls(paths: Sequence[Sequence[Node]]) -> float:
+    """Tool calls that these rollouts executed. A node that several share was executed once, but a prefix by
+    each of them, and a fork by replay executes the calls before it again.
+    """
+    uses: Counter[int] = Counter(id(node) for path in paths for node in path)
+    executed = 0.0
+    seen: set[int] = set()
+    for path in paths:
+        before = 0.0
+        for node in path:
+            calls = float(node.metadata.get("num_tool_calls", 0))
+            if id(node) not in seen:
+                seen.add(id(node))
+                executed += calls * (uses[id(node)] if node.metadata.get("is_prefix") else 1)
+                if node.metadata.get("is_replayed"):
+                    executed += before * node.metadata.get("num_forks", 0)
+            before += calls
+    return executed
 
 
 def _num_discarded(traces: Sequence[Trace]) -> int:
