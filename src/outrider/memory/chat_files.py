@@ -264,7 +264,7 @@ class _Reader:
         self._count_dropped(item, role, location)
         content = item["content"] if item.get("content") is not None else item.get("value")
         if role == "assistant":
-            is_call = role_name.strip().lower() in _CALLERS
+            is_call = str(role_name).strip().lower() in _CALLERS
             turn = self._assistant(item, content, is_call=is_call, location=location)
             self._append_turn(turn, joins=item.get("type") == "message")
             return

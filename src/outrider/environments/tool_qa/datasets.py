@@ -205,9 +205,9 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
         raise DataError(
             f"{row.location}: column {config.answer!r} must contain text or numbers, got {value!r}"[:300]
         )
-    if not isinstance(value, str):
-        value = number_text(value) if math.isfinite(value) else ""  # NaN is a missing number
-    text = value
+    text: str = value if isinstance(value, str) else ""
+    if not isinstance(value, str) and math.isfinite(value):  # NaN is a missing number
+        text = number_text(value)
     if config.answer_after is not None:
         _, mark, text = text.rpartition(config.answer_after)
         if not mark:
