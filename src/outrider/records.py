@@ -134,6 +134,10 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     unreadable: dict[str, str] = {}
     try:
         table = pq.read_table(path)
+        for number, field in enumerate(table.schema):
+            if pa.types.is_float32(field.type):  # by their shortest text: 5.1, not 5.099999904632568
+                texts = table.column(number).cast(pa.string())
+                table = table.set_column(number, field.name, texts.cast(pa.float64()))
         try:
             records = table.to_pylist()
         except (KeyError, pa.ArrowNotImplementedError):  # types without a Python equivalent
@@ -151,34 +155,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         RecursionError,
     ) as error:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
-    singles = [field for field in table.schema if _has_singles(field.type)]
     for index, record in enumerate(records):
-        record |= {
-            field.name: _shortest(record[field.name], field.type) for field in singles if field.name in record
-        }
         yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)
-
-
-def _has_singles(kind: Any) -> bool:
-    """Whether values of an Arrow type contain floats of less than 64 bits."""
-    return str(kind) in ("float", "halffloat") or any(
-        _has_singles(kind.field(n).type) for n in range(kind.num_fields)
-    )
-
-
-def _shortest(value: Any, kind: Any) -> Any:
-    """Convert such floats by their shortest text: 5.1, not 5.099999904632568."""
-    import numpy as np
-
-    if value is None:
-        return None
-    if str(kind) in ("float", "halffloat"):
-        return float(str(np.float32(value) if str(kind) == "float" else np.float16(value)))
-    if isinstance(value, dict):
-        return {name: _shortest(inner, kind.field(name).type) for name, inner in value.items()}
-    if isinstance(value, list) and kind.num_fields == 1:
-        return [_shortest(inner, kind.field(0).type) for inner in value]
-    return value
 
 
 def _unreadable(table: Any) -> list[str]:

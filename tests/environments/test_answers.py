@@ -202,7 +202,6 @@ def test_only_a_whole_text_command_is_unwrapped() -> None:
         ("12.1.2020", "12.10.2020"),
         ("5", "-$5"),
         ("15", "1,5"),
-        ("- 5", "5"),
         ("1e-5", "1e5"),
     ],
 )
@@ -217,8 +216,8 @@ def test_different_numbers_never_become_equal_by_losing_punctuation(left: str, r
         ("\u22126", "-6"),
         ("O\u2019Brien", "O'Brien"),
         ("-$5", "-5"),
-        ("- 5", "-5"),
         ("1e-05", "1e-5"),
+        ("1e-0", "1e+00"),
         ("2e+05", "2e5"),
     ],
 )

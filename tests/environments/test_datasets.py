@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, load_tasks
 from outrider.errors import DataError, ToolUnavailable
 from outrider.evaluation.tasks import load_benchmark
+from outrider.records import read_rows
 from outrider.types import Task
 
 
@@ -233,15 +234,12 @@ def test_numbers_are_written_as_a_policy_writes_them(
         "0.00001", "10000000000000000", "5.0", "-0.00000025", "12", "1e+300"
     ]  # fmt: skip
     path = tmp_path / "single.parquet"
-    single = pa.array([5.1, 0.1], pa.float32())
-    pq.write_table(pa.table({"question": ["q", "r"], "a.b": single, "answers": [[5.1], [0.1]]},
-                            schema=pa.schema([("question", pa.string()), ("a.b", pa.float32()),
-                                              ("answers", pa.list_(pa.float32()))])), path)  # fmt: skip
-    assert [task.answers for task in load_tasks(DatasetConfig(path=path, answer="a.b"))] == [
-        ("5.1",),
-        ("0.1",),
-    ]
-    assert load_tasks(DatasetConfig(path=path))[1].answers == ("0.1",)
+    single = pa.array([5.1, None, 0.1], pa.float32())
+    pq.write_table(pa.table({"question": ["q", "r", "s"], "a.b": single, "x": [1, 2, 3]}), path)
+    rows = read_rows(path)
+    assert [row.get("a.b") for row in rows] == [5.1, None, 0.1]
+    large = write(tmp_path, json.dumps({"question": "q", "answer": 10**400}) + "\n")
+    assert load_tasks(large)[0].answers == ("1" + "0" * 400,)
     assert not caplog.records
     listed = write(tmp_path, '{"question": "q", "answer": "[\\"a\\", \\"b\\"]"}\n')
     assert load_tasks(listed)[0].answers == ('["a", "b"]',)

@@ -622,3 +622,36 @@ def test_smaller_faults_of_chats(tmp_path: Path) -> None:
     assert steps(imported)[0][0] == "[1, 2]" and imported.dropped["column 'document'"] == 1
     spaced = read(tmp_path, question=" q ", messages=[USER, END]).trajectories[0].task_key
     assert spaced == read(tmp_path, question="q", messages=[USER, END]).trajectories[0].task_key
+
+
+def test_items_in_a_text_column_are_messages(tmp_path: Path) -> None:
+    items = [{"type": "reasoning", "content": "Better ask."}, *PARALLEL["Responses"][:1],
+             {"type": "function_call_output", "call_id": "a", "output": "4 C"}, END]  # fmt: skip
+    imported = read(tmp_path, prompt="q", completion=json.dumps(items))
+    assert steps(imported) == [(THOUGHT + CALL, "4 C"), ("It is \\boxed{4}.", "")]
+    with pytest.raises(DataError, match="unknown role 'critic'"):
+        read(tmp_path, prompt="q", completion='[{"role": "critic", "content": "x"}]')
+
+
+def test_results_stay_behind_a_message_of_the_user(tmp_path: Path) -> None:
+    nameless = {"id": None, "function": {"name": "tides", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [nameless, call()]}
+    between = [RESULT, {"role": "user", "content": "and?"}, {"role": "tool", "content": "low"}]
+    assert steps(read(tmp_path, messages=[USER, answer, *between, END]))[0][1] == "4 C\nand?\nlow"
+
+
+def test_a_call_in_thinking_is_no_call_of_the_message(tmp_path: Path) -> None:
+    thought = "<think>\n<tool_call>{}</tool_call>\n</think>\n\nok".replace(
+        "{}", '{"name": "tides", "arguments": {}}'
+    )
+    imported = read(
+        tmp_path, messages=[USER, {"role": "assistant", "content": thought, "tool_calls": [call()]}, END]
+    )
+    assert steps(imported)[0][0] == f"{thought}\n{CALL}" and not imported.dropped
+
+
+def test_a_result_with_an_image_is_refused(tmp_path: Path) -> None:
+    result = [{"type": "image", "data": "AAAA"}, {"type": "resource", "uri": "x"}]
+    answer = {"role": "assistant", "content": None, "tool_calls": [call()]}
+    with pytest.raises(DataError, match="trains on text"):
+        read(tmp_path, messages=[USER, answer, {"role": "tool", "content": result}, END])

@@ -586,6 +586,10 @@ def test_executed_tool_calls_are_counted(kind: str) -> None:
     values = rollout_metrics(report.traces)
     assert values["rollout/num_tool_calls"] == len(executed) == (10 if kind == "copied" else 16)
     assert values["rollout/num_tool_calls_shared"] == (6 if kind == "copied" else 0)
+    for leaf, _ in report.traces[0].rollouts():
+        if leaf.rollout:  # as if a fault had ended it
+            leaf.episode_return = None
+    assert rollout_metrics(report.traces)["rollout/num_tool_calls"] == 4
 
 
 def test_a_probe_that_sets_the_first_wave_to_one_leaves_room_for_forks() -> None:

@@ -147,7 +147,9 @@ def test_separate_thinking_is_returned_separately(key: str) -> None:
 
 def test_separate_thinking_counts_as_thinking_of_the_tag_protocol() -> None:
     answer = "<answer>\\boxed{Paris}</answer>"
-    said = [{"content": answer, "reasoning_content": "Hm."}, {"content": f"<think>Hm.</think>{answer}"}]
+    whole = f"<think>Hm.</think>{answer}"
+    said = [{"content": answer, "reasoning_content": "Hm."}, {"content": whole},
+            {"content": whole, "reasoning_content": "Hm."}]  # fmt: skip
     for message in said:
         reply = Answer({"choices": [{"message": {"role": "assistant", **message}, "finish_reason": "stop"}]})
         played, _, _ = play(reply, form="tags")

@@ -201,7 +201,9 @@ def test_qwen3_coder_arguments_get_their_types_from_the_schema() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "value"), [("7", 7), ("1.5", "1.5"), ("null", "null"), ("[1]", "[1]")])
+@pytest.mark.parametrize(
+    ("text", "value"), [("7", 7), ("1.5", "1.5"), ("2.0", "2.0"), ("null", "null"), ("[1]", "[1]")]
+)
 def test_qwen3_coder_keeps_text_if_the_schema_accepts_text(text: str, value: Json) -> None:
     properties = {"key": {"type": ["integer", "string"]}}
     tool = {"name": "find", "description": "d", "parameters": {"properties": properties}}

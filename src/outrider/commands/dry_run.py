@@ -4,6 +4,7 @@ describe the work of a step.
 """
 
 import logging
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -118,6 +119,12 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
     from outrider.planning.plan import unpacked_refusal
     from outrider.training.settings import require_experts, require_extras
 
+    device = settings.model.device
+    if not re.fullmatch(r"cpu|(cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", device):  # torch is not imported
+        raise ConfigError(
+            f"model.device = {device!r} cannot be used: torch has no such device; set model.device=cpu, "
+            "cuda, cuda:1, mps, xpu or npu"
+        )
     require_experts(settings)
     require_extras(settings)
     if refusal := unpacked_refusal(settings):

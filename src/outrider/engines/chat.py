@@ -553,12 +553,15 @@ class ChatEndpoint:
         except EngineFault as error:
             # OpenAI's reasoning models refuse the older name
             if _NEWER_LIMIT in body or not (
-                isinstance(error.__cause__, Refusal) and _NEWER_LIMIT in str(error.__cause__)
+                isinstance(error.__cause__, Refusal)
+                and _NEWER_LIMIT in str(error.__cause__)
+                and not error.__cause__.is_too_long
             ):
                 raise
-            self._limit_key = _NEWER_LIMIT
             body[_NEWER_LIMIT] = body.pop("max_tokens")
-            return self.request("chat/completions", body, read, seed)
+            reply = self.request("chat/completions", body, read, seed)
+            self._limit_key = _NEWER_LIMIT
+            return reply
 
     def discovered(self) -> EndpointSettings:
         """Complete the settings by the server's list of models: the name for ``default``, and

@@ -26,7 +26,7 @@ import pyarrow.parquet
 from outrider.errors import DataError, ToolUnavailable
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
-from outrider.tokens.tool_calls import call_id
+from outrider.tokens.tool_calls import call_id, split_thinking
 from outrider.types import Message, Role, Step, ToolCall, Trajectory
 
 _ROLES: Final[Mapping[str, Role]] = {
@@ -47,7 +47,6 @@ _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 _FILES: Final = ("file", "files", "document", "pdf")  # their columns may be text
 _MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", *_FILES)
 _CONTENTS: Final = (
-    "source",
     "data",
     "image_url",
     "input_audio",
@@ -56,7 +55,7 @@ _CONTENTS: Final = (
     "file_data",
     *_MEDIA,
 )
-"""Keys with the content of a part that is not text."""
+"""Keys with the content of a part that is not text; Anthropic's ``source`` is an object."""
 _READ: Final = frozenset(
     {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
      "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
@@ -113,7 +112,9 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message.role == "assistant":
             ids = [call.call_id for call in message.tool_calls]
-            order = dict(zip(ids, range(len(ids)), strict=True)) if len({*ids}) == len(ids) else {}
+            order = (
+                {one: rank for rank, one in enumerate(ids)} if all(ids) and len({*ids}) == len(ids) else {}
+            )
             start = len(numbered) + 1
             calls = tuple(
                 replace(call, call_id=call_id(number)) for number, call in enumerate(message.tool_calls)
@@ -158,11 +159,18 @@ def _listed(value: Any, key: str) -> list[Any]:
 def _as_messages(value: Any, role: Role, key: str) -> list[Any]:
     """Convert a column that is a text or a list of messages to messages."""
     messages = _decoded(value)
-    if isinstance(messages, list) and not (isinstance(value, str) and not all(map(_role, messages))):
+    if isinstance(messages, list) and (not isinstance(value, str) or all(map(_is_item, messages))):
         return messages
     if not isinstance(value, str):
         raise ValueError(f"{key!r} must be text or a list of messages, not {type(value).__name__}")
     return [{"role": role, "content": value}]
+
+
+def _is_item(value: Any) -> bool:
+    """Whether a value of a list looks like a message, also one of an unknown role, which is an error."""
+    return isinstance(value, Mapping) and any(
+        isinstance(value.get(key), str) for key in ("role", "from", "type")
+    )
 
 
 def _decoded(value: Any) -> Any:
@@ -343,7 +351,8 @@ class _Reader:
             _calls(item.get("tool_calls"), location), _calls(item.get("function_call"), location),
             tuple(parts.calls),
         )  # fmt: skip
-        written = tuple(CALL_FORMATS["hermes"].read(text, ()).calls) if "<tool_call>" in text else ()
+        words = split_thinking(text)[1]
+        written = tuple(CALL_FORMATS["hermes"].read(words, ()).calls) if "<tool_call>" in words else ()
         used, *others = [calls for calls in (written, *fields) if calls] or [()]
         known = [(call.name, call.arguments) for call in used]
         if any((call.name, call.arguments) not in known for other in others for call in other):
@@ -414,7 +423,8 @@ class _Reader:
         elif kind in ("tool_use", "tool_call", "function_call", "tool-call"):
             parts.calls.append(_call(part, location))
         elif kind in _RESULTS:
-            output = next((part[key] for key in ("content", "output", "result") if key in part), None)
+            keys = ("content", "output", "result")
+            output = next((part[key] for key in keys if part.get(key) is not None), None)
             if kind == "tool-result" and isinstance(output, Mapping) and "value" in output:
                 output = output["value"]
             parts.results.append(self._tool_message(part, output, location))
@@ -433,12 +443,13 @@ class _Reader:
             return ""
         if isinstance(content, str):
             return content
-        is_parts = isinstance(content, list) and all(
-            isinstance(part, str)
-            or (isinstance(part, Mapping) and (part.get("type") in _TEXTS or _is_media_part(part)))
-            for part in content
+        parts = content if isinstance(content, list) else []
+        has_media = any(isinstance(part, Mapping) and _is_media_part(part) for part in parts)
+        is_text = isinstance(content, list) and all(
+            isinstance(part, str) or (isinstance(part, Mapping) and part.get("type") in _TEXTS)
+            for part in parts
         )
-        if is_parts or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
+        if has_media or is_text or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
             return _joined(self.parts(content, location).texts, "\n")
         if isinstance(content, list | Mapping):
             return json.dumps(content, ensure_ascii=False, default=str)
@@ -463,7 +474,8 @@ def _names_media(kind: str) -> bool:
 
 def _is_media_part(part: Mapping[str, Any]) -> bool:
     kind = part.get("type")
-    return isinstance(kind, str) and _names_media(kind) and any(part.get(key) for key in _CONTENTS)
+    has_content = isinstance(part.get("source"), Mapping) or any(part.get(key) for key in _CONTENTS)
+    return isinstance(kind, str) and _names_media(kind) and has_content
 
 
 def _id(item: Mapping[str, Any]) -> str:

@@ -331,9 +331,8 @@ def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
     name = episode.call_format
     if name is None:
         # the environment reads thinking in the text, also if the server returned it separately
-        text = _text(reply, reply.text)
-        sent = Message(role="assistant", content=reply.text, reasoning=reply.reasoning)
-        return EndpointTurn(response=Message(role="assistant", content=text), history_message=sent, text=text)
+        plain = Message(role="assistant", content=_text(reply, reply.text))
+        return EndpointTurn(response=plain, history_message=plain, text=plain.content)
     form, tools, served = get_call_format(name), episode.tools, reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
@@ -400,5 +399,6 @@ def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
 
 def _text(reply: ChatReply, text: str) -> str:
     """Return the text of the whole turn, without lone surrogates."""
-    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
+    is_apart = reply.reasoning and "<think>" not in text  # some servers also leave it in the text
+    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if is_apart else ""
     return Message(role="assistant", content=apart + text).content

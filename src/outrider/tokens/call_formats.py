@@ -410,7 +410,9 @@ def _parameter_value(text: str, accepted: Accepted | None) -> Json:
     with contextlib.suppress(ValueError, RecursionError):
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     is_json = not isinstance(value, str)
-    if is_json and accepted.fits(value):
+    # "2.0" may be an integer, but a text that is also accepted stays one
+    is_text = isinstance(value, float) and "string" in accepted.types and "number" not in accepted.types
+    if is_json and accepted.fits(value) and not is_text:
         return value
     if accepted.fits(text):
         return text

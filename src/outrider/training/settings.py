@@ -2,7 +2,6 @@
 at once.
 """
 
-import re
 import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -293,13 +292,6 @@ class ModelSettings(Settings):
     """Checkpoint folder of another run, whose weights replace those of the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict)
     history_thinking: Literal["keep", "strip"] = "keep"
-
-    @field_validator("device")
-    @classmethod
-    def _validate_device(cls, value: str) -> str:
-        if not re.fullmatch(r"cpu|(cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", value):
-            raise ValueError(f"{value!r} is no device of torch: set cpu, cuda, cuda:1, mps, xpu or npu")
-        return value
 
     def names_path(self, key: str) -> bool:
         """The checkpoint, and the name unless it is that of a packaged model."""

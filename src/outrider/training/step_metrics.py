@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING, Final, get_args
 
@@ -453,17 +454,22 @@ def _num_executed_calls(paths: Sequence[Sequence[Node]]) -> float:
     each of them, and a fork by replay executes the calls before it again.
     """
     uses: Counter[int] = Counter(id(node) for path in paths for node in path)
+    children: dict[int, set[int]] = {}
+    for path in paths:
+        for node, following in pairwise(path):
+            children.setdefault(id(node), set()).add(id(following))
     executed = 0.0
     seen: set[int] = set()
     for path in paths:
         before = 0.0
-        for node in path:
+        for parent, node in zip([None, *path], path, strict=False):
             calls = float(node.metadata.get("num_tool_calls", 0))
             if id(node) not in seen:
                 seen.add(id(node))
                 executed += calls * (uses[id(node)] if node.metadata.get("is_prefix") else 1)
-                if node.metadata.get("is_replayed"):
-                    executed += before * node.metadata.get("num_forks", 0)
+                if node.metadata.get("is_replayed") and parent is not None:
+                    num_ended = len(children[id(parent)]) - 1  # forks without a fault
+                    executed += before * min(num_ended, node.metadata.get("num_forks", 0))
             before += calls
     return executed
 

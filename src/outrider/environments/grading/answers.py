@@ -197,7 +197,6 @@ def normalize_answer(text: str) -> str:
     ``A``, a single ``%``), articles or punctuation do not change.
     """
     lowered = " ".join(plain_words(stream_safe(text)).lower().split())
-    lowered = re.sub(r"\A-\s+(?=[\d.])", "-", lowered)  # a sign, apart from its number
     lowered = re.sub(r"-\s*([$\u00a3\u20ac])\s*(?=\d)", r"\1-", lowered)
     # Punctuation around numbers is removed; between two digits it becomes a blank, because 1/2 is not 12.
     parted = _BETWEEN_DIGITS.sub(" ", lowered)
@@ -236,7 +235,7 @@ def _canonical(number: str) -> str:
     if not power:
         return value
     digits = power.lstrip("+-").lstrip("0") or "0"
-    return f"{value}e{'-' if power[0] == '-' else ''}{digits}"
+    return f"{value}e{'-' if power[0] == '-' and digits != '0' else ''}{digits}"
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> bool:

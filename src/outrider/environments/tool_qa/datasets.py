@@ -206,7 +206,7 @@ def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
             f"{row.location}: column {config.answer!r} must contain text or numbers, got {value!r}"[:300]
         )
     text: str = value if isinstance(value, str) else ""
-    if not isinstance(value, str) and math.isfinite(value):  # NaN is a missing number
+    if isinstance(value, int) or (not isinstance(value, str) and math.isfinite(value)):  # NaN: missing
         text = number_text(value)
     if config.answer_after is not None:
         _, mark, text = text.rpartition(config.answer_after)
