@@ -2,8 +2,9 @@
 
 Supported are OpenAI's chat completions (``tool_calls``, the older ``function_call``, ``reasoning_content``),
 items of OpenAI's Responses, blocks of Anthropic's messages, ShareGPT's ``conversations`` (``from`` and
-``value``), and TRL's columns ``prompt`` and ``completion``. Calls and thinking become part of the assistant's
-text, in the Hermes form and between ``<think>`` tags; the reader counts everything that it has to drop.
+``value``), messages of LangChain, parts of Vercel's AI SDK, and TRL's columns ``prompt`` and ``completion``.
+Calls and thinking become part of the assistant's text, in the Hermes form and between ``<think>`` tags; the
+reader counts everything that it has to drop.
 """
 
 import csv
