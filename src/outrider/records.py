@@ -62,7 +62,7 @@ class Row:
 
 
 def number_text(value: int | float | Decimal) -> str:
-    """Write a number as people do, without an exponent if it has at most 30 digits on each side."""
+    """Write a number as people do, without an exponent if it is between 1e-30 and 1e31."""
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     decimal = Decimal(repr(value)) if isinstance(value, float) else value

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings
 from outrider.algorithms.exploration import ARPO_PRESETS, EMPO2_PRESETS
+from outrider.algorithms.grpo import measured_kl
 from outrider.algorithms.loss_settings import CispoLoss, SamplerCorrection
 from outrider.algorithms.luffy import PRESETS as LUFFY_PRESETS
 from outrider.algorithms.presets import GIGPO_PRESETS, GRPO_PRESETS, REINFORCE_PLUS_PLUS_PRESETS
@@ -278,3 +279,11 @@ def test_one_term_per_rollout_has_no_advantage_per_turn(algorithm: dict[str, Any
     loss = {"type": "gspo", "sequence_ratio": ratio}
     with pytest.raises(ConfigError, match=r"set loss\.sequence_ratio = token"):
         validate(RunSettings, {"environment": {"type": "factbook"}, "algorithm": algorithm | {"loss": loss}})
+
+
+def test_a_kl_in_the_reward_that_is_no_number_is_an_error() -> None:
+    trace = build_trace([Rollout(value=1.0)])
+    node = next(node for node in trace.nodes if node.trainable)
+    node.kl = (float("nan"),) * len(node.token_ids)
+    with pytest.raises(ValueError, match="is not finite"):
+        measured_kl(node)

@@ -243,4 +243,4 @@ def test_numbers_are_written_as_a_policy_writes_them(
     assert not caplog.records
     listed = write(tmp_path, '{"question": "q", "answer": "[\\"a\\", \\"b\\"]"}\n')
     assert load_tasks(listed)[0].answers == ('["a", "b"]',)
-    assert "1 answers are the text of a JSON list" in caplog.text
+    assert "1 answer is the text of a JSON list" in caplog.text

@@ -540,6 +540,7 @@ BOTH = CALL + '\n<tool_call>\n{"name": "tides", "arguments": {}}\n</tool_call>'
         ({"content": None, "tool_calls": [call(), call()]}, f"{CALL}\n{CALL}", False),
         ({"content": CALLS["Anthropic"]["content"], "tool_calls": [OTHER]},
          BOTH.removeprefix(CALL + "\n"), True),
+        ({"content": CALL, "tool_calls": [call(), OTHER]}, BOTH, False),
     ],
 )  # fmt: skip
 def test_repeated_calls_of_a_message_are_used_once(
@@ -650,8 +651,14 @@ def test_a_call_in_thinking_is_no_call_of_the_message(tmp_path: Path) -> None:
     assert steps(imported)[0][0] == f"{thought}\n{CALL}" and not imported.dropped
 
 
-def test_a_result_with_an_image_is_refused(tmp_path: Path) -> None:
-    result = [{"type": "image", "data": "AAAA"}, {"type": "resource", "uri": "x"}]
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "image", "data": "AAAA"}, {"type": "image", "url": "x"}, {"type": "audio", "base64": "AAAA"},
+     {"type": "input_file", "file_url": "x"}, {"type": "image", "source": {"data": "AAAA"}}],
+    ids=str,
+)  # fmt: skip
+def test_a_result_with_an_image_is_refused(tmp_path: Path, part: dict[str, Any]) -> None:
+    result = [{"type": "text", "text": "see"}, part]
     answer = {"role": "assistant", "content": None, "tool_calls": [call()]}
     with pytest.raises(DataError, match="trains on text"):
         read(tmp_path, messages=[USER, answer, {"role": "tool", "content": result}, END])

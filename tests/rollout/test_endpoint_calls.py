@@ -149,13 +149,29 @@ def test_separate_thinking_counts_as_thinking_of_the_tag_protocol() -> None:
     answer = "<answer>\\boxed{Paris}</answer>"
     whole = f"<think>Hm.</think>{answer}"
     said = [{"content": answer, "reasoning_content": "Hm."}, {"content": whole},
-            {"content": whole, "reasoning_content": "Hm."}]  # fmt: skip
+            {"content": whole, "reasoning_content": "Hm."},
+            {"content": f"Hm.</think>{answer}", "reasoning_content": "Hm."}]  # fmt: skip
     for message in said:
         reply = Answer({"choices": [{"message": {"role": "assistant", **message}, "finish_reason": "stop"}]})
         played, _, _ = play(reply, form="tags")
         assert played.trajectory is not None and played.trajectory.reward == 1.0
         text = played.trajectory.steps[0].text
-        assert "".join(text.split()) == f"<think>Hm.</think>{answer}"
+        assert "".join(text.split()) == whole
+
+
+@pytest.mark.parametrize(
+    "thought",
+    [
+        "I could write <search>x</search> first.",
+        "The format is <answer>\\boxed{Rome}</answer>.",
+        "Tags </think>",
+    ],
+)
+def test_tags_in_separate_thinking_are_no_actions(thought: str) -> None:
+    message = {"role": "assistant", "content": "<answer>\\boxed{Paris}</answer>", "reasoning": thought}
+    played, _, _ = play(Answer({"choices": [{"message": message, "finish_reason": "stop"}]}), form="tags")
+    assert played.trajectory is not None and played.trajectory.reward == 1.0
+    assert played.trajectory.steps[0].text.count("<answer>") == 1
 
 
 def test_thinking_in_the_text_is_kept_or_stripped() -> None:

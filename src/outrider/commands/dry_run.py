@@ -120,9 +120,9 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
     from outrider.training.settings import require_experts, require_extras
 
     device = settings.model.device
-    if not re.fullmatch(r"cpu|(cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", device):  # torch is not imported
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", device):  # torch is not imported
         raise ConfigError(
-            f"model.device = {device!r} cannot be used: torch has no such device; set model.device=cpu, "
+            f"model.device = {device!r} cannot be used: the device is not known; set model.device=cpu, "
             "cuda, cuda:1, mps, xpu or npu"
         )
     require_experts(settings)

@@ -54,6 +54,8 @@ _CONTENTS: Final = (
     "video_url",
     "file_id",
     "file_data",
+    "file_url",
+    "base64",
     *_MEDIA,
 )
 """Keys with the content of a part that is not text; Anthropic's ``source`` is an object."""
@@ -113,9 +115,8 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         if message.role == "assistant":
             ids = [call.call_id for call in message.tool_calls]
-            order = (
-                {one: rank for rank, one in enumerate(ids)} if all(ids) and len({*ids}) == len(ids) else {}
-            )
+            is_unique = all(ids) and len({*ids}) == len(ids)
+            order = {name: rank for rank, name in enumerate(ids)} if is_unique else {}
             start = len(numbered) + 1
             calls = tuple(
                 replace(call, call_id=call_id(number)) for number, call in enumerate(message.tool_calls)
@@ -352,13 +353,14 @@ class _Reader:
             _calls(item.get("tool_calls"), location), _calls(item.get("function_call"), location),
             tuple(parts.calls),
         )  # fmt: skip
-        words = split_thinking(text)[1]
-        written = tuple(CALL_FORMATS["hermes"].read(words, ()).calls) if "<tool_call>" in words else ()
-        used, *others = [calls for calls in (written, *fields) if calls] or [()]
-        known = [(call.name, call.arguments) for call in used]
-        if any((call.name, call.arguments) not in known for other in others for call in other):
+        # the results are ordered by the ids
+        by_ids = sorted(filter(None, fields), key=lambda calls: not all(call.call_id for call in calls))
+        used, *others = by_ids or [()]
+        if any(call not in map(_without_id, used) for calls in others for call in map(_without_id, calls)):
             self._dropped["calls beside others of the same message"] += 1
-        return () if written else used
+        words = split_thinking(text)[1]
+        written = CALL_FORMATS["hermes"].read(words, ()).calls if "<tool_call>" in words else ()
+        return tuple(call for call in used if _without_id(call) not in map(_without_id, written))
 
     def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
         """Return the thinking. Servers repeat it under several names, so only one of them is used."""
@@ -428,6 +430,8 @@ class _Reader:
             output = next((part[key] for key in keys if part.get(key) is not None), None)
             if kind == "tool-result" and isinstance(output, Mapping) and "value" in output:
                 output = output["value"]
+            if isinstance(output, int | float):
+                output = json.dumps(output)
             parts.results.append(self._tool_message(part, output, location))
         elif isinstance(kind, str) and _names_media(kind):
             raise ValueError(f"{location} contains a part of the type {kind!r}: Outrider trains on text")
@@ -473,10 +477,16 @@ def _names_media(kind: str) -> bool:
     return any(kind.removeprefix("input_").startswith(prefix) for prefix in _MEDIA)
 
 
+def _without_id(call: ToolCall) -> ToolCall:
+    return replace(call, call_id="")
+
+
 def _is_media_part(part: Mapping[str, Any]) -> bool:
     kind = part.get("type")
-    has_content = isinstance(part.get("source"), Mapping) or any(part.get(key) for key in _CONTENTS)
-    return isinstance(kind, str) and _names_media(kind) and has_content
+    if not isinstance(kind, str) or not _names_media(kind):
+        return False
+    keys = _CONTENTS if kind.removeprefix("input_").startswith(_FILES) else (*_CONTENTS, "url", "path")
+    return isinstance(part.get("source"), Mapping) or any(part.get(key) for key in keys) or len(part) == 1
 
 
 def _id(item: Mapping[str, Any]) -> str:

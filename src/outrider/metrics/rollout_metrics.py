@@ -63,7 +63,7 @@ ROLLOUT_METRICS: Final[tuple[Metric, ...]] = (
          "num_tool_calls"),
         ("num_tool_calls_shared", "calls",
          "calls saved by branching: calls on all paths minus executed calls",
-         "above 0 with branching, else 0", "branch/num_forks"),
+         "above 0 if forks copy the environment, 0 with replay or without forks", "branch/num_forks"),
         ("num_tool_calls_refused", "calls",
          "calls refused because the budget was spent, summed over rollouts", "few",
          "max_calls, max_batch_calls"),

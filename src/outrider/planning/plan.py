@@ -118,7 +118,7 @@ def unpacked_refusal(settings: RunSettings) -> str:
 
 
 def packed_only(setting: str, shape: ModelShape) -> str:
-    """Return the message for a setting that a model that is computed unpacked does not have."""
+    """Format the error for a setting that needs a packed model."""
     return f"{setting} needs a model that runs packed (model.forward), and {shape.name} does not"
 
 

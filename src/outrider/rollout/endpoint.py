@@ -3,6 +3,7 @@
 They cannot be trained on, because the endpoint returns no token ids.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.settings import Limits
 from outrider.seeding import stream_seed
 from outrider.tokens.call_formats import get_call_format, read_turn, read_turn_unchecked
-from outrider.tokens.tool_calls import CallFormat, split_thinking
+from outrider.tokens.tool_calls import THINKING_END, CallFormat, split_thinking
 from outrider.types import Message, Outcome, Task, Trajectory
 
 ResultT = TypeVar("ResultT")
@@ -303,6 +304,8 @@ class _FaultStreak:
 
 # Conversion of the endpoint's replies.
 
+_TAG: Final = re.compile(r"<(/?\w+)>")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointTurn:
@@ -330,9 +333,13 @@ def endpoint_turn(reply: ChatReply, episode: Episode) -> EndpointTurn:
         return _program_turn(reply, episode)
     name = episode.call_format
     if name is None:
-        # the environment reads thinking in the text, also if the server returned it separately
-        plain = Message(role="assistant", content=_text(reply, reply.text))
-        return EndpointTurn(response=plain, history_message=plain, text=plain.content)
+        if reply.reasoning:
+            # Some servers leave the thinking in the text, too. Tags in it are no actions, but who reads the
+            # whole text (an environment, a replay) cannot know that.
+            text = split_thinking(reply.text)[1] if THINKING_END in reply.text else reply.text
+            reply = replace(reply, text=text, reasoning=_TAG.sub(r"\1", reply.reasoning))
+        plain = Message(role="assistant", content=reply.text, reasoning=reply.reasoning)
+        return EndpointTurn(response=plain, history_message=plain, text=_text(reply, reply.text))
     form, tools, served = get_call_format(name), episode.tools, reply.served
     has_read = bool(served.calls or served.problems)
     turn = read_turn(reply.text, None if has_read else form, tools)
@@ -399,6 +406,5 @@ def _written_parts(reply: ChatReply, form: CallFormat) -> tuple[str, str]:
 
 def _text(reply: ChatReply, text: str) -> str:
     """Return the text of the whole turn, without lone surrogates."""
-    is_apart = reply.reasoning and "<think>" not in text  # some servers also leave it in the text
-    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if is_apart else ""
+    apart = f"<think>\n{reply.reasoning}\n</think>\n\n" if reply.reasoning else ""
     return Message(role="assistant", content=apart + text).content

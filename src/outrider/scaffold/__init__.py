@@ -12,7 +12,6 @@ from typing import Final
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from outrider import __version__
-from outrider.environments.tool_qa.environment import RESERVED_TAGS
 from outrider.errors import ConfigError
 from outrider.files import replace_file
 from outrider.plugins.registry import BUILT_IN, Kind
@@ -33,6 +32,12 @@ _FUNCTION: Final = "count_words"  # the function that the short name of the pack
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
+def _reserved_tags() -> tuple[str, ...]:
+    from outrider.environments.tool_qa.environment import RESERVED_TAGS  # slow to import
+
+    return RESERVED_TAGS
+
+
 def write_package(kind: str, name: str, folder: Path | None = None) -> int:
     """Write the package into a new folder and print the next commands.
 
@@ -42,7 +47,7 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         raise ConfigError(f"{name!r} cannot be the name of a plug-in: lower-case words, joined by - or _")
     if name in BUILT_IN[_KINDS[kind]]:
         raise ConfigError(f"{name!r} is a built-in name: choose another one")
-    if kind == "tool" and name in RESERVED_TAGS:
+    if kind == "tool" and name in _reserved_tags():
         raise ConfigError(f"{name!r} is a tag of the protocol, which no tool can have: choose another name")
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

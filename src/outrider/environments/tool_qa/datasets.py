@@ -17,6 +17,7 @@ from outrider.config import Settings, no_such_file
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import search_folders
+from outrider.printing import plural
 from outrider.records import SUFFIXES, Row, number_text, read_rows
 from outrider.types import Message, Task
 
@@ -125,8 +126,8 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         )
     if listed:
         logging.getLogger(__name__).warning(
-            "%d answers are the text of a JSON list, the first at %s: each is one answer; several accepted "
-            "answers are a list and not text", len(listed), listed[0],
+            "%s the text of a JSON list, the first at %s: each is one answer; several accepted answers are a "
+            "list and not text", plural(len(listed), "answer is", "answers are"), listed[0],
         )  # fmt: skip
     if repeated:
         others = f"; {len(contradicting)} of them with other answers, the first at " if contradicting else ""
