@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from outrider.errors import CheckpointError
 from outrider.viewer.records import TraceReader, parse_metadata
 from tests.training.short_runs import assert_same, begin, interrupted, records, resume
 from tests.training.tool_run import write_house_model, write_tool_run
@@ -59,3 +62,22 @@ def test_the_experts_of_the_environment_fill_the_buffer_of_a_teacher(tmp_path: P
     )  # fmt: skip
     [record] = records(run)
     assert record["distill/share_rollouts"] == 1.0 and record["distill/help_tokens"] > 0
+
+
+def test_a_changed_file_of_help_is_refused(tmp_path: Path) -> None:
+    recipe = write_tool_run(tmp_path / "data")
+    recipe.write_text(
+        recipe.read_text().replace('type = "rapo"\ngroup_size = 4\nnum_hybrid = 2', 'type = "grpo"')
+    )
+    file = tmp_path / "help.jsonl"
+    lines = [f'{{"task": "tasks-{number}", "text": "the lamp is on the hill"}}\n' for number in range(6)]
+    file.write_text("".join(lines))
+    help_file = (
+        "algorithm.distill.help=file",
+        f"algorithm.distill.path={file}",
+        "algorithm.distill.support=8",
+    )
+    killed = interrupted(begin(recipe, tmp_path / "run", "algorithm.group_size=2", *help_file))
+    file.write_text("".join(lines).replace("hill", "lake"))
+    with pytest.raises(CheckpointError, match=r"not what this run began with: algorithm\.distill\.path"):
+        resume(killed)

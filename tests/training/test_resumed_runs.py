@@ -140,6 +140,16 @@ def test_recorded_settings_are_plain_and_a_key_of_another_version_is_not_compare
     assert check_settings(flat, settings) == [] and str(whole.parent) not in json.dumps(flat)
     del flat["update.max_tokens"]
     assert check_settings({**flat, "update.of_tomorrow": 1}, settings) == []
+    # a key of a table of the user's, added or removed; records of before do not have the empty table
+    one, two, none = (
+        load_settings(RunSettings, file=whole / "config.toml", overrides=[f"model.template_kwargs={table}"])
+        for table in ("{other=1}", "{other=1,terse=true}", "{}")
+    )
+    for before, after in ((one, two), (two, one), (none, one), (one, none)):
+        with pytest.raises(CheckpointError, match=r"model\.template_kwargs\."):
+            check_settings(flat_settings(before), after)
+    old = {key: value for key, value in flat_settings(one).items() if value != {}}
+    assert check_settings(old, one) == []
     # a schedule that ends with the run depends on its length
     linear = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
     short, longer = (
@@ -187,6 +197,9 @@ def test_inputs_that_changed_are_refused_before_anything_is_written(
     (data / "model" / "config.json").write_text(json.dumps({**model, "rms_norm_eps": 1e-3}))
     names = "chat template, tokenizer, model configuration, environment.corpus"
     refused(f"not what this run began with: {names}; put")
+    ends = data / "model" / "generation_config.json"
+    ends.write_text(json.dumps({**json.loads(ends.read_text()), "eos_token_id": [100, 1]}))
+    refused("not what this run began with: ends of turns; put")
     (data / "buffer.sqlite").unlink()  # as many batches, other contents
     with StepTraceBuffer(data / "buffer.sqlite", load_embedder("hash"), mode="write") as buffer:
         buffer.add_trajectories(

@@ -67,8 +67,9 @@ def input_digests(parts: Components) -> dict[str, str]:
     Files are those that the settings of environment, engine and algorithm name. Task files are left out,
     because the tasks themselves are compared, and the buffer, because its revision changes.
     """
-    tokenizer = parts.learner.language_model.tokenizer
-    configuration = parts.learner.language_model.model.config.to_dict()
+    language_model = parts.learner.language_model
+    tokenizer = language_model.tokenizer
+    configuration = language_model.model.config.to_dict()
     # The model's path and its precision on disk may change.
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
         configuration.pop(name, None)
@@ -77,6 +78,8 @@ def input_digests(parts: Components) -> dict[str, str]:
         "tokenizer": _text_digest(_tokenizer(tokenizer)),
         "model configuration": _text_digest(json.dumps(configuration, sort_keys=True, default=str)),
     }
+    ends = [sorted(language_model.eos_token_ids), sorted(language_model.eos_texts)]  # generation_config.json
+    digests["ends of turns"] = _text_digest(json.dumps(ends))
     if (frozen := frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
     files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
@@ -85,6 +88,9 @@ def input_digests(parts: Components) -> dict[str, str]:
     files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
     if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(demonstrations)
+    distill = parts.settings.algorithm.distill
+    if distill is not None and distill.path is not None:
+        files["algorithm.distill.path"] = Path(distill.path)
     if demonstrations := parts.settings.cold_start.demonstrations:
         files["cold_start.demonstrations"] = Path(demonstrations)
     digests |= plugin_digests(parts.settings)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from outrider.algorithms.loss_settings import migrate_keys
-from outrider.config import load_settings, to_toml
+from outrider.config import Settings, load_settings, to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.files import (
     TEMPORARY,
@@ -84,7 +84,8 @@ def flat_settings(settings: RunSettings) -> dict[str, Any]:
     from outrider.engines.local.model import resolve_precision
 
     resolved = resolve_precision(settings.model.precision, settings.model.device)
-    flat = dict(flatten(settings.model_dump(), ""))
+    # With the tables themselves, a key that was added to one or removed from it is noticed.
+    flat = dict(flatten(settings.model_dump(), "")) | {key: {} for key in _free_tables(settings, "")}
     if Path(settings.model.name).is_dir():
         flat["model.name"] = _PATH_PLACEHOLDER
     plain = {
@@ -93,6 +94,15 @@ def flat_settings(settings: RunSettings) -> dict[str, Any]:
         if key not in FREE
     }
     return {**plain, "model.precision": resolved}
+
+
+def _free_tables(settings: Settings, prefix: str) -> Iterator[str]:
+    """Dotted keys of the tables whose keys are the user's, such as ``model.template_kwargs``."""
+    for name, value in settings:
+        if isinstance(value, Settings):
+            yield from _free_tables(value, f"{prefix}{name}.")
+        elif isinstance(value, Mapping):
+            yield f"{prefix}{name}"
 
 
 def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[str]:
