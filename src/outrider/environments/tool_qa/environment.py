@@ -503,8 +503,10 @@ class ToolEnvironment(Environment):
         """Execute one turn. Raises ToolFault if the infrastructure of a tool fails."""
         if self.settings.call_format is not None:
             return self._step_native(self.turn)
-        if self.turn.reasoning:  # separated by an endpoint; in a rollout, it is part of the text
-            action = f"<think>\n{self.turn.reasoning}\n</think>\n\n{action}"
+        turn = getattr(self, "turn", None)  # a world of commands has none
+        if turn is not None and turn.reasoning and turn.content == action:
+            # separated by an endpoint; in a rollout, it is part of the text
+            action = f"<think>\n{turn.reasoning}\n</think>\n\n{action}"
         match parse_action(action, self.shared.tools.names):
             case Answer():
                 return self._answer(Turn(text=action))
