@@ -377,3 +377,10 @@ def test_a_server_that_requires_the_newer_name_of_the_limit_gets_it() -> None:
     assert [("max_tokens" in body, body.get("max_completion_tokens")) for body in bodies] == [
         (True, None), (False, 9), (False, 9), (False, 9)
     ]  # fmt: skip
+
+
+def test_a_call_in_the_older_form_is_no_empty_turn() -> None:
+    message = {"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": "{}"}}
+    old = Answer({"choices": [{"message": message, "finish_reason": "function_call"}]})
+    with chat_server([old]) as server, pytest.raises(EngineFault, match="no completion"):
+        ask(endpoint(server, max_retries=0))

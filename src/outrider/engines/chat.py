@@ -377,7 +377,7 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
             if isinstance(content, list):
                 content, thoughts = _join_parts(content)
                 reasoning += [thoughts] if thoughts else []
-            has_other = bool(reasoning or message.get("tool_calls") or message.get("function_call"))
+            has_other = bool(reasoning or message.get("tool_calls"))
             if content is None and (finish in ("stop", "eos", "length", "tool_calls") or has_other):
                 content = ""  # an empty turn, or only thinking or calls
             if isinstance(content, str):

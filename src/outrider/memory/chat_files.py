@@ -48,16 +48,8 @@ _TEXTS: Final = ("text", "input_text", "output_text", "refusal")
 _FILES: Final = ("file", "files", "document", "pdf")  # their columns may be text
 _MEDIA: Final = ("image", "images", "audio", "audios", "video", "videos", *_FILES)
 _CONTENTS: Final = (
-    "data",
-    "image_url",
-    "input_audio",
-    "video_url",
-    "file_id",
-    "file_data",
-    "file_url",
-    "base64",
-    *_MEDIA,
-)
+    "data", "image_url", "input_audio", "video_url", "file_id", "file_data", "file_url", "base64", *_MEDIA
+)  # fmt: skip
 """Keys with the content of a part that is not text; Anthropic's ``source`` is an object."""
 _READ: Final = frozenset(
     {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",

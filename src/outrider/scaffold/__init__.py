@@ -32,12 +32,6 @@ _FUNCTION: Final = "count_words"  # the function that the short name of the pack
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
-def _reserved_tags() -> tuple[str, ...]:
-    from outrider.environments.tool_qa.environment import RESERVED_TAGS  # slow to import
-
-    return RESERVED_TAGS
-
-
 def write_package(kind: str, name: str, folder: Path | None = None) -> int:
     """Write the package into a new folder and print the next commands.
 
@@ -47,8 +41,11 @@ def write_package(kind: str, name: str, folder: Path | None = None) -> int:
         raise ConfigError(f"{name!r} cannot be the name of a plug-in: lower-case words, joined by - or _")
     if name in BUILT_IN[_KINDS[kind]]:
         raise ConfigError(f"{name!r} is a built-in name: choose another one")
-    if kind == "tool" and name in _reserved_tags():
-        raise ConfigError(f"{name!r} is a tag of the protocol, which no tool can have: choose another name")
+    if kind == "tool":
+        from outrider.environments.tool_qa.environment import RESERVED_TAGS  # slow to import
+
+        if name in RESERVED_TAGS:
+            raise ConfigError(f"{name!r} is a tag of the protocol: choose another name")
     folder = folder or Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty: choose a new folder")
