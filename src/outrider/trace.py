@@ -129,7 +129,8 @@ class Leaf:
     """The end of one rollout.
 
     ``episode_return`` and ``node_id`` are None after an infrastructure fault; partial nodes stay in the tree,
-    but belong only to rollouts that had branched off. ``advantage`` is assigned by the algorithm.
+    but belong only to rollouts that had branched off. ``detail`` is the fault, or why a finished rollout has
+    no reflection. ``advantage`` is assigned by the algorithm.
     ``reflection`` is the policy's answer to a hook about the episode; it is in no node and never trained on.
     ``intrinsic`` is a reward of the algorithm, separate from the return. ``is_demonstration``: a demonstrator
     acted. ``grade`` explains the return: columns of the rollout's record.

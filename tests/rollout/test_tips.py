@@ -186,7 +186,8 @@ def test_a_reflection_without_room_or_with_a_fault_fails_no_rollout() -> None:
     runs = scheduler(Breaks(TOKENIZER, acts), factory, hooks=(hook,), limits=limits)
     report = runs.run(tasks(1), modes=("tips_on",) * 2, training_step=0)
     assert [leaf.outcome for leaf, _ in report.traces[0].rollouts()] == [Outcome.FINISHED] * 2
-    assert report.num_retries == 0
+    assert report.num_retries == 0 and report.faults == {"reflection": 2}
+    assert report.fault_reasons[0].startswith("no reflection: no in ") and len(report.fault_reasons) == 2
 
 
 class Asked(RawEngine):

@@ -125,6 +125,15 @@ def test_a_step_without_any_rollout_is_an_alarm_with_its_reason(recipe: Path) ->
     )
 
 
+def test_faults_that_end_no_rollout_are_reported(recipe: Path) -> None:
+    """Environments that failed to close, reflections, and experts of prefixes and help."""
+    values = {"rollout/num": 8.0, "rollout/num_masked": 0.0, "rollout/num_retries": 0.0}
+    reasons = ["the expert of a: gone", "closing an environment: stuck"]
+    assert step_alarms(settings_of(recipe), step=3, values=values, fault_reasons=reasons) == [
+        "step 3: 2 faults that ended no rollout: the expert of a: gone (and 1 more)"
+    ]
+
+
 def test_a_step_without_problems_has_no_alarm(recipe: Path) -> None:
     values = {
         "rollout/num": 8.0,

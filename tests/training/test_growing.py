@@ -14,7 +14,7 @@ from outrider.training import trainer
 from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
 from outrider.training.settings import RunSettings
 from outrider.viewer.records import TraceReader
-from tests.training.short_runs import begin, resume
+from tests.training.short_runs import begin, records, resume
 from tests.training.tool_run import write_tool_run
 
 OF_THE_MACHINE = re.compile(r'"((time|speed)/[a-z_]+|[a-z]+/peak_rss)": [^,}]+')
@@ -80,6 +80,19 @@ def test_a_longer_run_has_the_bits_of_one_that_was_as_long_from_the_start(
         assert (run / last / "state.json").read_bytes() == (whole / last / "state.json").read_bytes()
     else:
         assert [mine[0], mine[2]] == theirs
+
+
+def test_a_run_that_its_budget_ended_is_extended(recipe: Path, tmp_path: Path) -> None:
+    """The evaluation at its end is that of the step, not a second one."""
+    whole = begin(recipe, tmp_path / "whole", "evaluation.every=1", "train.num_steps=3")
+    budget = int(records(whole)[0]["tokens/policy_total"])
+    options = ("evaluation.every=1", f"train.max_policy_tokens={budget}", "train.num_steps=3")
+    run = begin(recipe, tmp_path / "run", *options)
+    assert labels(run) == [("before training", 0), ("after RAPO", 1)]
+    assert train(run, "train.max_policy_tokens=none") == 0
+    assert labels(run) == labels(whole)
+    assert labels(whole)[1:] == [("step 1", 1), ("step 2", 2), ("after RAPO", 3)]
+    assert of_the_run(run) == of_the_run(whole)
 
 
 @pytest.mark.long

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import ClassVar
 
+import pytest
+
 from outrider.algorithms.retrospex import RetrospexSettings
 from outrider.config import Settings, validate
+from outrider.environments.agent.environment import AgentConfig
+from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.training.resume import settings_files
 
 
@@ -32,6 +36,19 @@ def test_files_of_sections_and_of_lists_of_tables_are_named() -> None:
     )
     found = {"corpus": Path("c"), "first.pages": Path("a"), "tools.1.pages": Path("b")}
     assert dict(settings_files(house)) == found
+
+
+def test_the_scripts_of_commands_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent program, and servers of tools and environments; not the interpreter or other words."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text("print('é')", encoding="utf-8")
+    (tmp_path / "python").write_bytes(b"\x7fELF\0\0")
+    agent = AgentConfig(command=("./python", "-u", "agent.py", "{question}", "a\0b"), reward="one:two")
+    assert dict(settings_files(agent)) == {"command.agent.py": Path("agent.py")}
+    tools = ToolsConfig.model_validate(
+        {"tools": [{"type": "mcp", "name": "a", "command": "node", "args": ["agent.py"]}]}
+    )
+    assert dict(settings_files(tools)) == {"tools.0.args.agent.py": Path("agent.py")}
 
 
 def test_the_critic_of_an_engine_is_named() -> None:

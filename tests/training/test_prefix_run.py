@@ -1,17 +1,57 @@
 """A tiny run whose groups start behind steps of an expert: what it records, trains on and evaluates."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider import cli
+from outrider.environments.base import TaskSet
+from outrider.errors import EnvironmentFault
+from outrider.training import experts
 from outrider.training.replay import replay_step
-from outrider.types import Origin
+from outrider.types import Origin, Task
 from outrider.viewer.records import TraceReader, read_rollouts, step_file
 from tests.training.short_runs import records
 from tests.training.whole_runs import command, write_inputs
 
 pytestmark = pytest.mark.long
+
+
+@pytest.mark.parametrize("help_", [False, True])
+def test_experts_that_fail_are_reported_and_asked_again(
+    help_: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prefixes, and of demonstrations that are help: they were "no expert" without a note, and a resumed
+    run asked those of help again, which an unbroken one did not.
+    """
+    write_inputs(tmp_path)
+    run = tmp_path / "run"
+    arguments = [str(one) for one in command(tmp_path, run, "prefix")]
+    if help_:
+        arguments = [one for one in arguments if not one.startswith("algorithm.prefix")]
+        arguments += ["algorithm.distill.help=demonstration", "algorithm.distill.support=8"]
+    options = ("train.num_steps=2", "train.max_retries=0", "evaluation.at_start=false", "seed=4")
+    working, requests = experts.request_expert_path, list[str]()
+
+    def sometimes(task_set: TaskSet, task: Task, *others: Any, **options: Any) -> Any:
+        requests.append(task.key)
+        if len(requests) <= 2:
+            raise EnvironmentFault("the expert's server is gone")
+        return working(task_set, task, *others, **options)
+
+    monkeypatch.setattr(experts, "request_expert_path", sometimes)
+    assert cli.main([*arguments, *options, "rollout.max_turn_tokens=64", "train.tasks_per_step=4"]) == 0
+    first, second = records(run)
+    assert first["rollout/num_expert_faults"] == 2.0 and "rollout/num_expert_faults" not in second
+    assert not {*requests[:2]} - {*requests[2:]}  # the same tasks are sampled in the second step
+    notes = (run / "notes.jsonl").read_text()
+    assert notes.count("2 faults that ended no rollout: the expert of ") == 1
+    if help_:
+        assert first["distill/num_without_help_no_demonstration"] == 8.0
+        assert second["distill/num_without_help_no_demonstration"] == 0.0
+    else:
+        assert first["prefix/num_missing"] == 2.0 and second["prefix/num_groups"] > first["prefix/num_groups"]
 
 
 def test_a_run_with_prefixes(tmp_path: Path) -> None:

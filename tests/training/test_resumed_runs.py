@@ -12,7 +12,7 @@ from outrider.cli import main
 from outrider.config import load_settings, to_toml
 from outrider.engines.local.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
-from outrider.memory.embedders import load_embedder
+from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
 from outrider.training.settings import RunSettings
@@ -28,6 +28,7 @@ from tests.training.short_runs import (
     same_weights,
 )
 from tests.training.tool_run import write_tool_run
+from tests.training.whole_runs import command, write_inputs
 
 HYBRID = 'type = "rapo"\ngroup_size = 4\nnum_hybrid = 2'
 
@@ -300,3 +301,19 @@ def test_flags_that_would_do_nothing_are_refused(
 ) -> None:
     assert main([*arguments, str(made / "data" / "recipe.toml")]) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_another_embedder_of_the_tips_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vectors of the memory and those of new questions would have no common meaning."""
+    write_inputs(tmp_path)
+    _, recipe, *others = map(str, command(tmp_path, tmp_path / "run", "empo2"))
+    killed = interrupted(begin(Path(recipe), tmp_path / "run", *(one for one in others if "=" in one)))
+
+    def other(self: HashEmbedder, dim: int = 256) -> None:
+        built(self, dim)
+        self.name = f"other:{dim}"
+
+    built = HashEmbedder.__init__
+    monkeypatch.setattr(HashEmbedder, "__init__", other)
+    with pytest.raises(CheckpointError, match=r"embedder of the tips \(was: hash:256, .* is: other:256"):
+        resume(killed)

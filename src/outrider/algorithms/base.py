@@ -650,8 +650,11 @@ class Algorithm:
 
     def prepare(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, step: int, play: StepPlay
-    ) -> None:
-        """Called before the groups of ``tasks`` are sampled in ``modes``, for example to request experts."""
+    ) -> Sequence[str] | None:
+        """Called before the groups of ``tasks`` are sampled in ``modes``, for example to request experts.
+        Returns the reasons of experts that failed, if any.
+        """
+        return None
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
         """Add rollouts to the sampled ``traces`` in place, and return additional groups to train on."""

@@ -246,9 +246,8 @@ class OnPolicyBatch(OnPolicyGroup):
 
     def prepare(
         self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, step: int, play: StepPlay
-    ) -> None:
-        if self.prefix is not None:
-            self.prefix.prepare(tasks, modes, play=play)
+    ) -> Sequence[str]:
+        return [] if self.prefix is None else self.prefix.prepare(tasks, modes, play=play)
 
     def augment(self, traces: Sequence[Trace], *, step: int, play: StepPlay) -> Augmentation:
         """Adapt the prefixes to the groups of the step, also to those that it does not train on."""

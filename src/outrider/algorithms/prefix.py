@@ -97,20 +97,24 @@ class PrefixHook(Hook):
         """Whether group number ``group`` of a training step is guided, in exact proportions."""
         return self._schedule.mode(step * self._groups_per_step + group) != PLAIN
 
-    def prepare(self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, play: StepPlay) -> None:
-        """Request the experts of guided groups. A task without an expert starts at its prompt."""
+    def prepare(self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, play: StepPlay) -> list[str]:
+        """Request the experts of guided groups. A task without an expert starts at its prompt.
+
+        Returns the reasons of experts that failed.
+        """
         guided = [
             task
             for task, own in zip(tasks, modes, strict=True)
             if has_part(own[0], GUIDED) and self.lengths.get(task.key) != 0
         ]
-        paths = play.request_expert_paths(guided)[0] if guided else {}
+        paths, reasons = play.request_expert_paths(guided) if guided else ({}, [])
         self.texts = {}
         for key, steps in paths.items():
             if steps:
                 longest = len(steps) - 1
                 length = self.lengths.setdefault(key, round(self.settings.start * longest))
                 self.texts[key] = tuple(step.text for step in steps[: min(length, longest)])
+        return reasons
 
     def before_turn(self, state: EpisodeState) -> Sequence[Demonstration]:
         texts = () if state.turn else self.texts.get(state.task.key, ())

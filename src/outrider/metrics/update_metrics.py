@@ -335,8 +335,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
         ("num_groups", "groups", "guided groups that started behind steps of an expert",
          "falls as tasks are solved without", "algorithm.prefix"),
         ("num_missing", "groups",
-         "guided groups without a prefix: their task has no expert or a single step, or the first step is "
-         "longer than rollout.max_turn_tokens", {"high": 0}, "the environment's experts"),
+         "guided groups without a prefix: their task has no expert, one that failed or a single step, or the "
+         "first step is longer than rollout.max_turn_tokens", {"high": 0}, "the environment's experts"),
         ("num_tasks", "tasks", "tasks whose next guided group starts behind a prefix", "rises, then falls",
          "prefix/success_guided"),
         ("length_mean", "turns", "mean length of the prefixes of the step's guided groups",

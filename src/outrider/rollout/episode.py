@@ -134,7 +134,7 @@ class EpisodeRunner:
             if renew is not None and (hook := self._next_episode_hook(state, result)) is not None:
                 await self._start_next_episode(state, hook, result, renew)
                 outcome = None
-        reflection, num_reflection_tokens = await self._reflect(state, result)
+        reflection, num_reflection_tokens, detail = await self._reflect(state, result)
         return Leaf(
             node_id=state.last_node.node_id,
             rollout=rollout,
@@ -142,6 +142,7 @@ class EpisodeRunner:
             episode_return=result.episode_return,
             success=result.success,
             metrics=dict(result.metrics),
+            detail=detail,
             reflection=reflection,
             num_reflection_tokens=num_reflection_tokens,
             grade=result.to_grade(),
@@ -504,26 +505,31 @@ class EpisodeRunner:
         elif splice.step is not None:
             state.steps.append(splice.step)
 
-    async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int]:
-        """Generate the first reflection that a hook requests. Returns its text and number of tokens."""
+    async def _reflect(self, state: EpisodeState, result: EpisodeResult) -> tuple[str, int, str]:
+        """Generate the first reflection that a hook requests. Returns its text, its number of tokens, and the
+        fault of an engine that failed: a missing reflection does not fail the rollout.
+        """
         for hook in self.hooks:
             if hook.max_reflection_tokens and hook.num_episodes == 1:
                 self._set_status(state, "the wait for a reflection")
                 key = (state.task.key, state.rollout)
-                reflection = await request_reflection(
-                    state,
-                    hook,
-                    result,
-                    batcher=self.batcher,
-                    renderer=self.renderer,
-                    max_ending_tokens=self.limits.max_observation_tokens,
-                    # The stream is still called "remark": another name would change the draws of earlier
-                    # versions.
-                    seed=stream_seed(self.run_seed, "remark", self.training_step, *key),
-                )
+                try:
+                    reflection = await request_reflection(
+                        state,
+                        hook,
+                        result,
+                        batcher=self.batcher,
+                        renderer=self.renderer,
+                        max_ending_tokens=self.limits.max_observation_tokens,
+                        # The stream is still called "remark": another name would change the draws of earlier
+                        # versions.
+                        seed=stream_seed(self.run_seed, "remark", self.training_step, *key),
+                    )
+                except EngineFault as fault:
+                    return "", 0, f"no reflection: {fault}"
                 if reflection is not None:
-                    return reflection
-        return "", 0
+                    return *reflection, ""
+        return "", 0, ""
 
     # 4. The context. These methods leave room for at least one token of the policy. If there is none, they
     # append nothing and return False.
@@ -899,7 +905,10 @@ async def request_reflection(
 
     Returns:
         The text and its number of tokens, or None if the hook requests no reflection. ("", 0) if the context
-        is full or the engine fails: a missing reflection must not fail the rollout.
+        is full.
+
+    Raises:
+        EngineFault: if the engine failed.
     """
     room = batcher.engine.context_length - hook.max_reflection_tokens
     prompt = _reflection_prompt(
@@ -916,10 +925,7 @@ async def request_reflection(
         temperature=1.0,
         cache_key=f"{state.task.key}/{state.rollout}",
     )
-    try:
-        generation = await batcher.generate(request)
-    except EngineFault:
-        return "", 0
+    generation = await batcher.generate(request)
     # turn_text includes a thinking block that the template opened, so that truncated thinking is not mistaken
     # for a reflection.
     is_closed = generation.finish_reason is FinishReason.EOS

@@ -75,7 +75,8 @@ class FaultLog:
     """Counts faults and records their reasons.
 
     ``counts`` has the number of faults per outcome, ``retries``, ``close`` (environments that failed to
-    close) and ``non_finite`` (rollouts that were lost because of NaN or infinity).
+    close), ``reflection`` (rollouts without the reflection that a hook requested) and ``non_finite``
+    (rollouts that were lost because of NaN or infinity).
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -97,6 +98,11 @@ class FaultLog:
         """Count an environment that failed to close, which changes no outcome."""
         self.counts["close"] += 1
         self._reasons.setdefault((-1, -1, self.counts["close"]), f"closing an environment: {fault}")
+
+    def add_reflection(self, detail: str, *, group: int, rollout: int, attempt: int, task_key: str) -> None:
+        """Count a reflection that the engine could not generate. The rollout keeps its outcome."""
+        self.counts["reflection"] += 1
+        self._reasons[group, rollout, attempt] = f"{detail} in {task_key}, rollout {rollout}"
 
     @property
     def reasons(self) -> tuple[str, ...]:

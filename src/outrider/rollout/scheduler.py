@@ -272,7 +272,8 @@ class RolloutReport:
         num_batches: number of engine batches; with a streaming engine, number of requests.
         num_retries: number of retried rollouts.
         faults: number of faults per outcome, including those that a retry repaired. Further keys:
-            ``retries``; ``close``, environments that failed to close, which changes no outcome;
+            ``retries``; ``close`` and ``reflection``, environments that failed to close and reflections that
+            failed, which change no outcome; in a training step ``expert``, experts that failed;
             ``non_finite``, rollouts that were lost because of NaN or infinity.
         fault_reasons: the messages of the faults.
         loop_lag_s: 99th percentile of the event loop's lag, in seconds. Measured only with a streaming
@@ -420,7 +421,7 @@ class Scheduler:
                 environment = await fork_environment(
                     fork, self.factory, trace, timeout_s=self.limits.step_timeout_s
                 )
-                return await make_runner(environment).run(
+                leaf = await make_runner(environment).run(
                     task=trace.task,
                     trace=trace,
                     environment=environment,
@@ -430,6 +431,15 @@ class Scheduler:
                     is_late=is_late,
                     renew=renew,
                 )
+                if leaf.detail and leaf.node_id is not None:
+                    faults.add_reflection(
+                        leaf.detail,
+                        group=pending.group,
+                        rollout=rollout,
+                        attempt=attempt,
+                        task_key=trace.task.key,
+                    )
+                return leaf
             except InvalidResult as error:
                 raise locate_invalid_result(environment, trace.task.key, error) from error
             # Only infrastructure faults are retried. Any other exception is a bug and ends the run.

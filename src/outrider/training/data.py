@@ -20,7 +20,7 @@ from outrider.environments.base import TaskSet, listed_tasks, split_tasks
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, OutriderError
 from outrider.printing import plural
-from outrider.rollout.faults import count_cut, cut_line, fault_line
+from outrider.rollout.faults import count_cut, cut_line, fault_line, lost_reasons
 from outrider.rollout.scheduler import RolloutReport, Rollouts, largest
 from outrider.rollout.settings import EvaluationSettings
 from outrider.seeding import stream
@@ -144,10 +144,13 @@ def step_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice
 
 def prepare_round(
     parts: Components, step: int, tasks: Sequence[Task], modes: Sequence[Sequence[str]]
-) -> None:
-    """Request the experts for the help and the prefixes of the groups of a round."""
-    demonstrate_tasks(parts, tasks)
-    parts.algorithm.prepare(tasks, modes, step=step, play=StepExperts(parts=parts, step=step))
+) -> list[str]:
+    """Request the experts for the help and the prefixes of the groups of a round. Returns the reasons of
+    experts that failed.
+    """
+    lost = demonstrate_tasks(parts, tasks)
+    play = StepExperts(parts=parts, step=step)
+    return [*lost, *(parts.algorithm.prepare(tasks, modes, step=step, play=play) or ())]
 
 
 def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int) -> Sequence[str]:
@@ -166,24 +169,29 @@ def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int)
     )
 
 
-def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> None:
+def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> list[str]:
     """Let the experts solve tasks whose demonstrations are help (``algorithm.distill``), each task once per
     run. A task that the expert does not solve has none.
+
+    Returns the reasons of experts that failed. They are asked again when their task is sampled again, because
+    checkpoints do not contain the demonstrations and a resumed run asks, too.
     """
     hook = find_help_hook(parts.algorithm)
     if hook is None or "demonstration" not in hook.settings.help:
-        return
+        return []
     new = {task.key: task for task in tasks if task.key not in hook.demonstrations}
     # The initial states are those of the first step, so that a resumed run has the same demonstrations.
-    paths, _ = request_expert_paths(parts.task_set, list(new.values()), parts.settings, training_step=0)
+    paths, reasons = request_expert_paths(parts.task_set, list(new.values()), parts.settings, training_step=0)
     known = [task for task in new.values() if paths.get(task.key)]
     traces = expert_rollouts(parts, known, lambda task: paths[task.key], training_step=0) if known else []
-    hook.demonstrations |= dict.fromkeys(new, ()) | {
+    lost = {trace.task.key for trace in traces if lost_reasons([trace])}
+    hook.demonstrations |= {key: () for key in paths if key not in lost} | {
         trace.task.key: tuple(episode_lines(path))
         for trace in traces
         for leaf, path in trace.scored_rollouts()
         if leaf.success
     }
+    return [*reasons, *(f"the expert of {reason}" for reason in lost_reasons(traces))]
 
 
 def plan_step(
@@ -229,25 +237,26 @@ def sample_rounds(
     cursor: int,
     choice: TaskChoice,
     modes: Callable[[int], Sequence[str]],
-    prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], None] = lambda tasks, modes: None,
+    prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str]] = lambda tasks, modes: (),
     with_help: Callable[[Sequence[str], int], Sequence[str]] = lambda modes, group: modes,
 ) -> Rounds:
     """Yield the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to its
     limit of rounds. Every round is answered by its report; the step is returned.
 
-    ``prepare`` is called with the tasks and modes of every round before it. ``with_help`` marks the modes of
-    a group; its number is that of the dropped group that it replaces.
+    ``prepare`` is called with the tasks and modes of every round before it, and returns the reasons of
+    experts that failed. ``with_help`` marks the modes of a group; its number is that of the dropped group
+    that it replaces.
     """
     if choice.tasks is not None:
         task_modes = [with_help(modes(number), number) for number in range(len(choice.tasks))]
-        prepare(choice.tasks, task_modes)
+        lost = prepare(choice.tasks, task_modes)
         report = yield Round(tasks=choice.tasks, modes=task_modes, cursor=cursor)
         return SampledStep(
             is_filtered=False,
             traces=report.traces,
             selected=report.traces,
-            faults=report.faults,
-            fault_reasons=report.fault_reasons,
+            faults=report.faults + Counter(expert=len(lost)),
+            fault_reasons=(*lost, *report.fault_reasons),
             num_extra_batches=0,
             cursor=cursor,  # nothing was drawn from the order of tasks
             loop_lag_s=report.loop_lag_s,
@@ -273,7 +282,7 @@ def sample_rounds(
         round_modes = [
             with_help(modes(len(traces) + number), open_numbers[number]) for number in range(len(tasks))
         ]
-        prepare(tasks, round_modes)
+        lost = prepare(tasks, round_modes)
         report = yield Round(tasks=tasks, modes=round_modes, cursor=cursor, is_continued=num_batches > 0)
         traces += report.traces
         chosen = report.traces if filtered is None else filtered.select(report.traces)
@@ -281,8 +290,8 @@ def sample_rounds(
         selected_ids = {id(trace) for trace in chosen}
         sampled = dict(zip(open_numbers, report.traces, strict=False))
         open_numbers = [number for number in open_numbers if id(sampled.get(number)) not in selected_ids]
-        faults += report.faults
-        reasons += report.fault_reasons
+        faults += report.faults + Counter(expert=len(lost))
+        reasons += [*lost, *report.fault_reasons]
         lags.append(report.loop_lag_s)
         num_batches += 1
     return SampledStep(

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,7 @@ import torch
 import transformers
 
 import outrider
+from outrider.algorithms.tips import TipHook
 from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
 from outrider.environments.tool_qa.datasets import hash_tasks
@@ -82,18 +84,28 @@ def input_digests(parts: Components) -> dict[str, str]:
     digests["ends of turns"] = _text_digest(json.dumps(ends))
     if (frozen := frozen_weights(parts.learner)) is not None:
         digests["frozen weights"] = frozen
-    files = {f"environment.{key}": path for key, path in settings_files(parts.settings.environment)}
-    files |= {f"environment.{key}": path for key, path in parts.settings.environment.input_files().items()}
-    files |= {f"evaluation.{key}": path for key, path in settings_files(parts.settings.evaluation)}
-    files |= {f"engine.{key}": path for key, path in settings_files(parts.settings.engine)}
-    if demonstrations := parts.settings.algorithm.model_dump().get("demonstrations"):
+    settings = parts.settings
+    sections: dict[str, Settings] = {
+        "environment": settings.environment,
+        "evaluation": settings.evaluation,
+        "engine": settings.engine,
+        "algorithm": settings.algorithm,
+    }
+    files = {
+        f"{name}.{key}": path for name, section in sections.items() for key, path in settings_files(section)
+    }
+    files |= {f"environment.{key}": path for key, path in settings.environment.input_files().items()}
+    if demonstrations := settings.algorithm.model_dump().get("demonstrations"):
         files["algorithm.demonstrations"] = Path(demonstrations)
-    distill = parts.settings.algorithm.distill
+    distill = settings.algorithm.distill
     if distill is not None and distill.path is not None:
         files["algorithm.distill.path"] = Path(distill.path)
-    if demonstrations := parts.settings.cold_start.demonstrations:
+    if demonstrations := settings.cold_start.demonstrations:
         files["cold_start.demonstrations"] = Path(demonstrations)
-    digests |= plugin_digests(parts.settings)
+    digests |= plugin_digests(settings)
+    for hook in parts.algorithm.hooks:
+        if isinstance(hook, TipHook):
+            digests["embedder of the tips"] = f"{hook.embedder.name}, {hook.embedder.dim} dimensions"
     for key, path in sorted(files.items()):
         if path.is_file():
             with path.open("rb") as stream:
@@ -169,16 +181,29 @@ def frozen_weights(learner: "Learner") -> str | None:
 
 
 def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Path]]:
-    """Yield paths in settings by dotted key, also in lists of tables, except in sections of tasks."""
+    """Yield paths in settings by dotted key, also in lists of tables, except in sections of tasks; and the
+    files in a command, except compiled programs, which an update of the system may replace.
+    """
     for name, value in settings:
         inner: Iterable[tuple[str, Any]] = ()
         if isinstance(value, Path):
             yield name, value
+        elif name in {"command", "args"}:
+            words = [value] if isinstance(value, str) else value or ()
+            yield from ((f"{name}.{word}", Path(word)) for word in words if _is_script(word))
         elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
             inner = value
         elif isinstance(value, list | tuple):
             inner = ((str(number), item) for number, item in enumerate(value))
         yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
+
+
+def _is_script(word: str) -> bool:
+    try:
+        with Path(word).open("rb") as stream:
+            return b"\0" not in stream.read(1024)
+    except (OSError, ValueError):  # no file, or no possible name of one
+        return False
 
 
 # Packages, libraries and the processor, which determine a run's bits as its seed and settings do.
@@ -191,6 +216,10 @@ _VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS",
     "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "OPENBLAS_CORETYPE",
     "NPY_DISABLE_CPU_FEATURES",
+)  # fmt: skip
+_PACKAGES = (  # tokens, rewards of formulas, vectors, adapters, 4-bit weights and 8-bit optimizers
+    "tokenizers", "math-verify", "latex2sympy2_extended", "sympy", "onnxruntime", "sentence-transformers",
+    "peft", "bitsandbytes",
 )  # fmt: skip
 _LIBRARIES = {
     "BLAS": r"(Math Kernel Library Version .+?) for|BLAS_INFO=(\w+)",
@@ -281,7 +310,16 @@ def _software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
     }
-    return packages | {name: _search_version(pattern, built) for name, pattern in _LIBRARIES.items()}
+    installed = {one: found for one in _PACKAGES if (found := _installed_version(one)) is not None}
+    libraries = {name: _search_version(pattern, built) for name, pattern in _LIBRARIES.items()}
+    return packages | installed | libraries
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _machine() -> dict[str, str]:

@@ -158,11 +158,14 @@ def step_alarms(
             f"nothing was learned: {fault_line(fault_reasons)}"
         )
     elif fault_reasons:
-        lines.append(
-            f"step {step}: {num_masked:.0f} of {plural(num, 'rollout was', 'rollouts were')} lost to faults, "
-            f"{plural(values.get('rollout/num_retries', 0.0), 'try was', 'tries were')} repeated: "
-            f"{fault_line(fault_reasons)}"
+        num_retries = values.get("rollout/num_retries", 0.0)
+        lost = (
+            f"{num_masked:.0f} of {plural(num, 'rollout was', 'rollouts were')} lost to faults, "
+            f"{plural(num_retries, 'try was', 'tries were')} repeated"
         )
+        if not num_masked and not num_retries:  # closed environments, reflections, experts
+            lost = f"{plural(len(fault_reasons), 'fault')} that ended no rollout"
+        lines.append(f"step {step}: {lost}: {fault_line(fault_reasons)}")
     if settings.environment.calls_tools and values.get("rollout/num_tool_calls") == 0.0:
         lines.append(f"ALARM: no rollout of step {step} executed a tool call; look at the sample rollouts")
     if missing := values.get("group/num_missing"):
@@ -685,6 +688,9 @@ def step_record(
         values |= retrieval_metrics(traces, group_advantages, counts)
     values["rollout/num_retries"] = float(report.faults["retries"])
     values["rollout/num_close_faults"] = float(report.faults["close"])
+    for kind in ("reflection", "expert"):
+        if num := report.faults[kind]:
+            values[f"rollout/num_{kind}_faults"] = float(num)
     if report.is_filtered:
         values |= report.metrics(parts.settings.train.tasks_per_step)
     if report.loop_lag_s is not None:

@@ -133,7 +133,7 @@ class Trainer:
     def _train(self) -> None:
         self._raise_if_stopped()
         settings, state = self.parts.settings, self.state
-        num_steps, every = settings.train.num_steps, settings.evaluation.every
+        num_steps = settings.train.num_steps
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
         if not checkpoints:
             self._begin()
@@ -141,7 +141,7 @@ class Trainer:
             return
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
-        if every and 0 < state.step < num_steps and state.step % every == 0:
+        if state.step and self._evaluates_now():
             self._evaluate(f"step {state.step}")  # if the run was stopped between the step and its evaluation
         if state.step < num_steps:
             self._show_training()
@@ -150,7 +150,7 @@ class Trainer:
             self.num_done = state.step
             self.progress.advance(state.step, **fields)
             self._raise_if_stopped()
-            if every and state.step % every == 0 and state.step < num_steps:
+            if self._evaluates_now():
                 self._evaluate(f"step {state.step}")
                 self._show_training()
             if state.step % settings.train.checkpoint_every == 0:
@@ -531,6 +531,12 @@ class Trainer:
         if not self.parts.settings.train.num_steps and self.parts.settings.cold_start.num_examples:
             return "after cold start"  # supervised fine-tuning and nothing else
         return f"after {self.parts.algorithm.label.upper()}"
+
+    def _evaluates_now(self) -> bool:
+        """Whether there is an evaluation after the current step, which the last one does not need."""
+        every, step = self.parts.settings.evaluation.every, self.state.step
+        is_last = step >= self.parts.settings.train.num_steps or self._is_budget_spent()
+        return bool(every) and step % every == 0 and not is_last
 
     def _is_budget_spent(self) -> bool:
         budget = self.parts.settings.train.max_policy_tokens
