@@ -1,7 +1,7 @@
 """Counting of decisions on paths that are written out."""
 
 import pytest
-from benchmarks.decision_chances import Counts, table
+from benchmarks.decision_chances import Counts, harmless_table, table
 from benchmarks.decisions import Lock, rewarded
 
 from outrider.types import Origin, Step
@@ -53,3 +53,27 @@ def test_the_prediction_is_the_recursion_of_the_page() -> None:
     assert rewarded(lock) == pytest.approx(wanted, abs=1e-12)
     counts = Counts(tried=[10, 10, 10], right=[8, 6, 4], num=10, on_path=2, detours=1)
     assert f"{100 * wanted:.1f} %" in table(counts, counts, probability=q)
+
+
+def test_in_a_game_a_decision_stays_open_until_it_is_made() -> None:
+    counts = Counts()
+    counts.add(
+        path(TURN, seen("other"), TURN, seen("first"), (Origin.BUFFER, "go"), seen("second"), TURN,
+             seen("no"), TURN, episode_return=1.0),
+        EXPERT, is_strict=False,
+    )  # fmt: skip
+    counts.add(path(TURN, seen("first"), TURN, episode_return=1.0), EXPERT, is_strict=False)
+    assert (counts.tried, counts.right) == ([3, 1, 2], [2, 0, 1])
+    assert (counts.num, counts.on_path, counts.detours) == (2, 1, 1)
+
+
+def test_the_prediction_of_a_game_is_that_of_a_lock_with_spare_turns() -> None:
+    """Two decisions, three turns, p = q = 1/2; without retrieval two or three of three turns are right."""
+    counts = Counts(tried=[4, 4], right=[2, 2], num=4, on_path=1, detours=1)
+    text = harmless_table({2: counts}, {2: counts}, probability=0.5, num_turns=3)
+    assert "| 2 | 4 and 4 | 0.50, 0.50 | 50.0 % | 50.0 % |" in text
+    two_turns_for_the_last = 1 - 0.5**2
+    # the first turn is the policy's; if it is wrong, a step may be retrieved before each of the others
+    after_a_wrong_one = 0.5 * (0.5 * 0.5 + 0.5 * (0.5 * 0.5)) + 0.5 * two_turns_for_the_last
+    share = 0.5 * two_turns_for_the_last + 0.5 * after_a_wrong_one
+    assert f"| {100 * share:.1f} % | 50.0 % |" in text
