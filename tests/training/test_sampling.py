@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.algorithms.base import TaskChoice
-from outrider.algorithms.grpo import DynamicSamplingSettings, Grpo, GrpoSettings, groups_worth_training
+from outrider.algorithms.grpo import (
+    DynamicSamplingSettings,
+    Grpo,
+    GrpoSettings,
+    ReinforcePlusPlusSettings,
+    groups_worth_training,
+)
 from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
@@ -168,21 +174,24 @@ def test_every_round_is_prepared_before_its_rollouts() -> None:
     scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
     prepared: list[list[str]] = []
 
-    def prepare(tasks: Sequence[Task], modes: Sequence[Sequence[str]]) -> None:
+    def prepare(tasks: Sequence[Task], modes: Sequence[Sequence[str]]) -> list[str]:
         assert len(prepared) == len(scheduler.calls)  # before the rollouts of the round
         begin = sum(map(len, prepared))
         assert modes == [(str(begin + number),) for number in range(len(tasks))]
         prepared.append([task.key for task in tasks])
+        return ["an expert failed"]
 
     rules = (DynamicSamplingSettings(), None)
     for choice in (*map(chosen_by, rules), TaskChoice(num_groups=2, tasks=order(12, 4).tasks[:2])):
         scheduler.calls.clear()
         prepared.clear()
-        sample_step(
+        step = sample_step(
             scheduler, order(12, 4), cursor=0, choice=choice, modes=lambda group: (str(group),), step=0,
             prepare=prepare,
         )  # fmt: skip
         assert prepared == scheduler.calls and prepared
+        assert step.faults["expert"] == len(prepared)
+        assert step.fault_reasons.count("an expert failed") == len(prepared)
 
 
 def test_a_bound_and_a_small_task_set_end_the_search() -> None:
@@ -312,3 +321,47 @@ def test_a_step_with_replay_plays_as_many_groups_as_it_has_no_stored_ones_for() 
             and played.num_extra_batches == 0
         )
     assert asked == [(12, 1), (12, 3)]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "metric", "kept"),
+    [
+        ("group_normalized", "return", ["graded", "one wrong"]),
+        (
+            "group_normalized",
+            "success",
+            ["one wrong"],
+        ),  # without advantages: the returns of "verdicts" are equal
+        ("best_minus_second", "return", []),
+        ("pass_at_k", "return", ["verdicts"]),
+    ],
+)
+def test_groups_whose_advantages_are_all_zero_are_dropped(
+    advantage: Any, metric: Any, kept: list[str]
+) -> None:
+    """Also where the metric has a spread: two best returns tie, or fewer than k rollouts failed."""
+    groups = {
+        "graded": [(0.5, False), (0.5, False), (0.2, False), (0.0, False)],
+        "verdicts": [(0.5, True), (0.5, False), (0.5, False), (0.5, False)],
+        "one wrong": [(1.0, True), (1.0, True), (1.0, True), (0.0, False)],
+    }
+    traces = [
+        build_trace([Rollout(value=value, success=success) for value, success in group], key=name)
+        for name, group in groups.items()
+    ]
+    rule = DynamicSamplingSettings(metric=metric)
+    settings = GrpoSettings(
+        group_size=4,
+        advantage=advantage,
+        dynamic_sampling=rule,
+        pass_k=2 if advantage == "pass_at_k" else None,
+    )
+    choice = Grpo(settings).choose_tasks([], step=0, num_groups=2)
+    assert choice.group_filter is not None
+    assert [trace.task.key for trace in choice.group_filter.select(traces)] == kept
+
+
+def test_reinforce_without_a_baseline_has_no_groups_to_drop() -> None:
+    with pytest.raises(ValueError, match="dynamic_sampling drops groups without spread"):
+        ReinforcePlusPlusSettings(group_size=1, dynamic_sampling=DynamicSamplingSettings())
+    ReinforcePlusPlusSettings(group_baseline=True, dynamic_sampling=DynamicSamplingSettings())

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from outrider import api
 from outrider.algorithms.base import Algorithm, TaskChoice
 from outrider.algorithms.exploration import Empo2Settings
+from outrider.algorithms.tips import ModeSchedule
 from outrider.config import load_settings, validate
 from outrider.environments.base import make_task_set
 from outrider.errors import ConfigError, DataError
@@ -21,7 +23,16 @@ from outrider.rollout.scheduler import RolloutReport
 from outrider.runs import Run
 from outrider.smoke import NO_SERVER, smoke_assets, smoke_overrides
 from outrider.trace import Trace
-from outrider.training.data import TaskOrder, count_groups, play_step, require_tasks, stage_lines, stage_tasks
+from outrider.training.data import (
+    TaskOrder,
+    count_groups,
+    first_group,
+    group_starts,
+    play_step,
+    require_tasks,
+    stage_lines,
+    stage_tasks,
+)
 from outrider.training.settings import RunSettings, StageSettings, TrainSettings
 from outrider.types import Task
 from tests.training.short_runs import records, train
@@ -213,3 +224,25 @@ def test_a_smoke_run_on_a_stand_in_has_stages_of_all_its_tasks(recipe: Path, tmp
     shrunk = load_settings(RunSettings, file=moved, overrides=[GRPO, STAGES, *smaller])
     assert [one.tasks for one in shrunk.train.stages] == [("*",), ("*",)]
     assert [one.num_steps for one in shrunk.train.stages] == [1, None] and shrunk.train.num_steps == 2
+
+
+def test_groups_are_counted_by_stage() -> None:
+    """Modes of EMPO², prefixes and help have exact proportions also in a stage of few tasks."""
+    tasks = [Task(key=f"{kind}/{number}", question="?") for kind in "ab" for number in range(5)]
+    stages = [
+        {"num_steps": 2, "tasks": ["a/*"]}, {"num_steps": 3, "tasks": ["b/1", "b/2"]}, {"tasks": ["*"]},
+    ]  # fmt: skip
+    settings = TrainSettings.model_validate({"tasks_per_step": 4, "num_steps": 9, "stages": stages})
+    starts = group_starts(settings, tasks)
+    assert starts == ((0, 4), (2, 2), (5, 4))
+    assert [first_group(starts, step) for step in range(8)] == [0, 4, 8, 10, 12, 14, 18, 22]
+    plain = TrainSettings(tasks_per_step=4, num_steps=9)
+    assert [first_group(group_starts(plain, tasks), step) for step in range(3)] == [0, 4, 8]
+    assert [first_group(group_starts(plain, tasks[:3]), step) for step in range(3)] == [0, 3, 6]
+    schedule = ModeSchedule(
+        memory_probability=0.25, off_policy_probability=0.0, seed=0, first_group=partial(first_group, starts)
+    )
+    numbers = [(step, group) for step in range(200) for group in range(2 if 2 <= step < 5 else 4)]
+    assert [schedule.mode_of(*number) for number in numbers] == [
+        schedule.mode(number) for number in range(len(numbers))
+    ]

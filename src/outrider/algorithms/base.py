@@ -241,7 +241,9 @@ class ObjectiveSettings(Settings):
         Raises:
             ValueError: if a setting of the run is incompatible with these; the message has its dotted key.
         """
-        penalty = getattr(getattr(run.environment, "reward", None), "format_penalty", 0.0)
+        reward = getattr(run.environment, "reward", None)
+        has_function = getattr(reward, "function", None) is not None  # it replaces the penalty
+        penalty = 0.0 if has_function else getattr(reward, "format_penalty", 0.0)
         if self.advantage == "mean_normalized" and penalty < 0.0:
             raise ValueError(
                 "algorithm.advantage = mean_normalized needs returns of at least 0: set "
@@ -725,7 +727,8 @@ Demonstrations = Mapping[str, Sequence[Step] | None]
 class AlgorithmContext:
     """Objects and sizes that a run passes to ``build(settings, context)`` of its algorithm.
 
-    The run samples ``groups_per_step`` groups in each of ``num_training_steps`` steps.
+    The run samples ``groups_per_step`` groups in each of ``num_training_steps`` steps, or fewer in a stage
+    with fewer tasks; ``first_group`` maps a step to the number of groups before it.
     ``max_response_tokens`` is the limit per rollout. ``count_tokens`` counts the tokens of a text inside a
     message. ``is_stateful``: actions change the hidden state of the environment. ``buffer`` is None unless
     ``ObjectiveSettings.retrieves``. ``read_demonstrations`` reads a file of trajectories of ``train_tasks``,
@@ -743,6 +746,7 @@ class AlgorithmContext:
     buffer: StepTraceBuffer | None
     load_embedder: Callable[[str], CachedEmbedder]
     read_demonstrations: Callable[[str, Sequence[Task]], Demonstrations]
+    first_group: Callable[[int], int] | None = None
 
 
 deprecated.keep_old_names(__name__)

@@ -400,6 +400,7 @@ class Exploration(Algorithm):
         embedder: Embedder | None = None,
         count_tokens: Callable[[str], int] = len,
         groups_per_step: int = 1,
+        first_group: Callable[[int], int] | None = None,
         seed: int = 0,
     ) -> None:
         self.settings = settings
@@ -407,7 +408,6 @@ class Exploration(Algorithm):
         self.parts = parts = settings.parts
         self.tips: TipHook | None = None
         self.retrieval: RetrievalHook | None = None
-        self._groups_per_step = groups_per_step
         # The order of hooks is the order of splices in the context: a tip is appended to the user's message,
         # a retrieved step begins the assistant's. A rollout forks after both.
         hooks: list[Hook] = []
@@ -424,6 +424,8 @@ class Exploration(Algorithm):
                 memory_probability=parts.tips.memory_probability,
                 off_policy_probability=parts.tips.off_policy_probability,
                 seed=seed,
+                groups_per_step=groups_per_step,
+                first_group=first_group,
             )
             if parts.tips.memory_probability or settings.has_tips_as_help:
                 hooks.append(self.tips)
@@ -459,6 +461,7 @@ class Exploration(Algorithm):
             embedder=None if tips is None else context.load_embedder(tips.memory.embedder),
             count_tokens=context.count_tokens,
             groups_per_step=context.groups_per_step,
+            first_group=context.first_group,
             seed=context.seed,
         )
 
@@ -472,7 +475,7 @@ class Exploration(Algorithm):
         """Return the modes of a group: all with tips or all without; the last ``num_hybrid`` may retrieve."""
         if self.tips is None:
             return self.modes
-        mode = self._schedule.mode(step * self._groups_per_step + group)
+        mode = self._schedule.mode_of(step, group)
         if self.parts.reward is None:
             return (mode,) * len(self.modes)
         return tuple(join_modes(mode, own) for own in self.modes)

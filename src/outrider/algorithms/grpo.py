@@ -104,8 +104,9 @@ class OverlongSettings(Settings):
 
 
 class DynamicSamplingSettings(Settings):
-    """DAPO's dynamic sampling: the step drops groups whose ``metric`` is constant, and samples as many
-    additional tasks to replace them.
+    """DAPO's dynamic sampling: the step drops groups whose ``metric`` is constant or whose advantages are all
+    0, and samples as many additional tasks to replace them. With ``advantage = pass_at_k``, which reads
+    verdicts only, the ``metric`` is not used.
 
     ``metric`` is unshaped: the environment's return, or its verdict ``success``. After ``max_extra_batches``
     additional rounds (the released script stops after ten in total), the step trains on the groups collected
@@ -210,7 +211,8 @@ class OnPolicyBatch(OnPolicyGroup):
     """Base of methods whose advantages may span all groups of a step; subclasses override
     :meth:`assign_step_advantages`.
 
-    ``max_response_tokens`` is the limit of the run, ``groups_per_step`` its number of groups in a step.
+    ``max_response_tokens`` is the limit of the run, ``groups_per_step`` its number of groups in a step, and
+    ``first_group`` maps a step to the number of groups before it, if stages have fewer.
     """
 
     settings: GroupSettings
@@ -221,11 +223,14 @@ class OnPolicyBatch(OnPolicyGroup):
         *,
         max_response_tokens: int = Limits().max_response_tokens,
         groups_per_step: int = 1,
+        first_group: Callable[[int], int] | None = None,
         seed: int = 0,
     ) -> None:
         self.prefix: PrefixHook | None = None
         if settings.prefix is not None:
-            self.prefix = PrefixHook(settings.prefix, groups_per_step=groups_per_step, seed=seed)
+            self.prefix = PrefixHook(
+                settings.prefix, groups_per_step=groups_per_step, first_group=first_group, seed=seed
+            )
         super().__init__(settings, hooks=() if self.prefix is None else (self.prefix,))
         self._max_response_tokens = max_response_tokens
 
@@ -235,6 +240,7 @@ class OnPolicyBatch(OnPolicyGroup):
             settings,
             max_response_tokens=context.max_response_tokens,
             groups_per_step=context.groups_per_step,
+            first_group=context.first_group,
             seed=context.seed,
         )
 
@@ -285,11 +291,15 @@ class OnPolicyBatch(OnPolicyGroup):
         rule = self.settings.dynamic_sampling
         if rule is None:
             return TaskChoice(num_groups=num_groups)
-        select = partial(groups_worth_training, rule=rule)
+        select = partial(self._select_groups, rule=rule)
         return TaskChoice(
             num_groups=num_groups,
             group_filter=GroupFilter(select=select, max_extra_batches=rule.max_extra_batches),
         )
+
+    def _select_groups(self, traces: Sequence[Trace], *, rule: DynamicSamplingSettings) -> list[Trace]:
+        """Return the groups that dynamic sampling keeps."""
+        return groups_worth_training(traces, rule)
 
     def _shape_returns(self, traces: Sequence[Trace], *, sum_kl: bool = True) -> list[dict[str, list[float]]]:
         """Add the length penalty and, with ``sum_kl``, the rollout's KL penalty to ``leaf.intrinsic``.
@@ -349,6 +359,18 @@ class Grpo(OnPolicyBatch):
 
     Settings = GrpoSettings
     settings: GrpoSettings
+
+    def _select_groups(self, traces: Sequence[Trace], *, rule: DynamicSamplingSettings) -> list[Trace]:
+        """Also drop groups whose advantages are all 0 although the metric differs. pass@k reads verdicts
+        only, so its groups are dropped by their advantages alone.
+        """
+        chosen = self.settings
+        kept = traces if chosen.advantage == "pass_at_k" else groups_worth_training(traces, rule)
+        return [
+            trace
+            for trace in kept
+            if outcome_advantages(trace, chosen.advantage, pass_k=chosen.pass_k).has_signal
+        ]
 
     def assign_step_advantages(self, traces: Sequence[Trace]) -> list[GroupAdvantages]:
         """Assign the advantages of the shaped returns to every policy token."""
@@ -422,6 +444,12 @@ class ReinforcePlusPlusSettings(GroupSettings):
         if self.statistics == "samples" and not self.group_baseline:
             raise ValueError(
                 "statistics = samples needs group_baseline = true: REINFORCE++ without it has no group mean"
+            )
+        if self.dynamic_sampling is not None and not self.group_baseline:
+            raise ValueError(
+                "dynamic_sampling drops groups without spread, which have advantages in REINFORCE++ without "
+                "group_baseline (and with group_size = 1 it drops all): set group_baseline = true, or remove "
+                "dynamic_sampling"
             )
         if self.group_baseline and self.group_size < 2:
             raise ValueError("group_baseline = true needs group_size >= 2: a group of one has no baseline")

@@ -6,7 +6,7 @@ shortens it to nothing as they succeed. The prefix is context and is never train
 are in docs/algorithms/small_methods.md.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Final, Self
 
@@ -33,7 +33,9 @@ class PrefixSettings(Settings):
     """
 
     share: float = Field(0.5, gt=0, le=1)
-    """Share of the groups that are guided. All others start at the prompt."""
+    """Share of the sampled groups that are guided (with ``dynamic_sampling`` about this share of them). All
+    others start at the prompt.
+    """
     start: float = Field(0.0, ge=0, le=1)
     """Share of the possible prefix (all steps but the last) behind which a task's first guided group starts.
     With 0, a task gets a prefix only if its first guided group fails without one.
@@ -84,18 +86,28 @@ class PrefixHook(Hook):
     guided before, ``texts`` the turns of the prefixes of the groups that are sampled now.
     """
 
-    def __init__(self, settings: PrefixSettings, *, groups_per_step: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        settings: PrefixSettings,
+        *,
+        groups_per_step: int = 1,
+        first_group: Callable[[int], int] | None = None,
+        seed: int = 0,
+    ) -> None:
         self.settings = settings
         self.lengths: dict[str, int] = {}
         self.texts: dict[str, tuple[str, ...]] = {}
-        self._groups_per_step = groups_per_step
         self._schedule = ModeSchedule(
-            memory_probability=settings.share, off_policy_probability=0.0, seed=seed
+            memory_probability=settings.share,
+            off_policy_probability=0.0,
+            seed=seed,
+            groups_per_step=groups_per_step,
+            first_group=first_group,
         )
 
     def is_guided(self, step: int, group: int) -> bool:
         """Whether group number ``group`` of a training step is guided, in exact proportions."""
-        return self._schedule.mode(step * self._groups_per_step + group) != PLAIN
+        return self._schedule.mode_of(step, group) != PLAIN
 
     def prepare(self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], *, play: StepPlay) -> list[str]:
         """Request the experts of guided groups. A task without an expert starts at its prompt.

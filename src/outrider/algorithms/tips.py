@@ -49,10 +49,23 @@ class ModeSchedule:
     seed. The mode is a pure function of the number, so checkpoints need no state.
     """
 
-    def __init__(self, *, memory_probability: float, off_policy_probability: float, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        memory_probability: float,
+        off_policy_probability: float,
+        seed: int,
+        groups_per_step: int = 1,
+        first_group: Callable[[int], int] | None = None,
+    ) -> None:
+        self._first_group = first_group or groups_per_step.__mul__
         self._memory = memory_probability
         self._off_policy = off_policy_probability
         self._seed = seed
+
+    def mode_of(self, step: int, group: int) -> TipMode:
+        """Return the mode of group number ``group`` of a training step."""
+        return self.mode(self._first_group(step) + group)
 
     def mode(self, group: int) -> TipMode:
         """Return the mode of group number ``group``, counted from 0 over the whole run."""

@@ -118,6 +118,7 @@ def check_run(settings: "RunSettings") -> list[str]:
 def _checks(settings: "RunSettings") -> Iterator[str]:
     from outrider.planning.plan import unpacked_refusal
     from outrider.training.settings import require_experts, require_extras
+    from outrider.training.unused_keys import unused_keys
 
     device = settings.model.device
     if not re.fullmatch(r"(cpu|cuda|mps|xpu|npu|hpu|mtia|xla)(:\d+)?", device):  # torch is not imported
@@ -129,6 +130,8 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
     require_extras(settings)
     if refusal := unpacked_refusal(settings):
         raise ConfigError(refusal)
+    if settings.trains:  # an evaluation of a recipe's tasks does not read most of it
+        yield from unused_keys(settings)
     require_paths(settings, search_folders())
     require_installed(settings.trackers)
     if settings.trackers:

@@ -143,9 +143,11 @@ def to_trajectory(
 ) -> Trajectory | None:
     """Convert a finished rollout into a trajectory for the step-trace buffer.
 
-    Returns None after a fault, or if the last action is not part of the text. Retrieved steps that were only
-    shown are left out, because the buffer contains them already. Executed ones belong to the episode, and
-    ``count_tokens`` counts their tokens; without it, the length of such a trajectory is 0 (unknown).
+    Returns None after a fault, if the last action is not part of the text, and if a retrieved step was only
+    shown: without it, the steps would not lead to each other, and because it is no token of the policy, the
+    rollout would displace the complete trajectory that the step is from. Executed steps belong to the
+    episode, and ``count_tokens`` counts their tokens; without it, the length of such a trajectory is 0
+    (unknown).
     """
     leaf = trace.leaves[rollout]
     if (
@@ -155,6 +157,8 @@ def to_trajectory(
     ):
         return None
     path = trace.path(leaf.node_id)
+    if any(node.origin is Origin.BUFFER and "action" not in node.metadata for node in path):
+        return None
     steps: list[Step] = []
     actions: list[str] = []  # executed retrieved steps
     for index, node in enumerate(path):

@@ -163,7 +163,7 @@ def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int)
     return with_helped_mode(
         modes,
         hook.settings,
-        group=step * settings.train.tasks_per_step + group,
+        group=first_group(group_starts(settings.train, parts.train_tasks), step) + group,
         seed=settings.seed,
         has_tips=settings.algorithm.tip_memory is not None,
     )
@@ -402,6 +402,24 @@ def require_tasks(settings: TrainSettings, tasks: Sequence[Task]) -> None:
                     f"train.stages: {pattern!r} of stage {number} fits no training task; "
                     f"the first one is {tasks[0].key!r}"
                 )
+
+
+def group_starts(settings: TrainSettings, tasks: Sequence[Task]) -> tuple[tuple[int, int], ...]:
+    """Return the first step of every stage, or of the run, with the number of groups in its steps: no task
+    comes twice in a step.
+    """
+    size = settings.tasks_per_step
+    if not settings.stages:
+        return ((0, min(size, len(tasks))),)
+    begins = _stage_starts(settings.stages)
+    nums = [len(stage_tasks(stage, tasks)) for stage in settings.stages]
+    return tuple((begin, min(size, num)) for begin, num in zip(begins, nums, strict=True))
+
+
+def first_group(starts: Sequence[tuple[int, int]], step: int) -> int:
+    """Return the number of groups before a training step; ``starts`` are :func:`group_starts`."""
+    ends = [*(begin for begin, _ in starts[1:]), step]
+    return sum(max(0, min(end, step) - begin) * num for (begin, num), end in zip(starts, ends, strict=True))
 
 
 def count_groups(settings: TrainSettings, tasks: Sequence[Task]) -> list[tuple[int, int]]:

@@ -4,6 +4,7 @@
 first rollout.
 """
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -48,6 +49,8 @@ from outrider.training.checkpoint import (
 )
 from outrider.training.components import Components
 from outrider.training.data import (
+    first_group,
+    group_starts,
     read_eval_tasks,
     read_other_sets,
     require_some_tasks,
@@ -469,6 +472,10 @@ def make_checked_renderer(
     """
     renderer = make_renderer(tokenizer, model, environment)
     report = check_template(renderer, observation_roles(environment))
+    words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", ""))))
+    if unknown := [name for name in model.template_kwargs if name not in words]:
+        keys = ", ".join(f"model.template_kwargs.{name}" for name in unknown)
+        note(f"NO EFFECT: {keys}: the chat template does not contain {'them' if unknown[1:] else 'it'}")
     if not renderer.supports_system:
         note("the chat template has no system message: a prompt's goes in front of its first user message")
     for line in report.notes():
@@ -551,6 +558,7 @@ def make_algorithm(
         seed=settings.seed,
         num_training_steps=settings.train.num_steps,
         groups_per_step=settings.train.tasks_per_step,
+        first_group=partial(first_group, group_starts(settings.train, train_tasks)),
         max_response_tokens=settings.max_rollout_tokens,
         vocabulary_size=vocabulary_size,
         is_stateful=stateful,

@@ -68,6 +68,7 @@ from outrider.training.step_metrics import (
     step_record,
 )
 from outrider.training.step_records import NodeValues, collect_node_values
+from outrider.training.unused_keys import unused_keys
 from outrider.viewer.progress import Field, Progress
 from outrider.viewer.ranges import RangeWatch
 from outrider.viewer.run_reader import read_run
@@ -169,6 +170,7 @@ class Trainer:
         for num_groups, num_tasks in count_groups(settings.train, tasks):
             self._note_lines(settings.algorithm.warnings(num_groups=num_groups, num_tasks=num_tasks))
         self._note_lines(stage_lines(settings.train, tasks))
+        self._note_lines(unused_keys(settings))
         if settings.evaluation.at_start:
             self._evaluate_start(settings.model.initial_checkpoint)
         self._cold_start()

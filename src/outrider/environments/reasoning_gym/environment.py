@@ -24,6 +24,7 @@ from outrider.environments.tool_qa.environment import (
     ToolResources,
     build_task_set,
     load_tools,
+    plugin_name,
     tool_tags,
     usages,
     validate_tools,
@@ -152,7 +153,8 @@ class ReasoningGymConfig(EpisodeConfig):
 
     def waiting_s(self, num_concurrent: int) -> float:
         """Answers are verified one at a time, and the Python tool runs a limited number of calls."""
-        rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in self.tools else 0
+        names = [plugin_name(entry) for entry in self.tools]
+        rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in names else 0
         calls = max(waiting_s(self.tools, num_concurrent), self.python.wall_seconds * rounds)
         return VERIFIER_SECONDS * num_concurrent + calls
 

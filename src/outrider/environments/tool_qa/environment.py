@@ -336,7 +336,7 @@ class ToolsConfig(SearchSettings):
                 'tools must name at least one tool, each once; without tools, set protocol = "hermes"'
             )
         validate_tools(self.tools, self.result_tag)
-        if "search" in self.tools and self.corpus is None:
+        if "search" in map(plugin_name, self.tools) and self.corpus is None:
             raise ValueError("the tool search needs a corpus")
         if self.context == "window" and not any(map(_may_search, self.tools)):
             raise ValueError('context = "window" plays searches: add the tool search to tools')
@@ -361,7 +361,7 @@ class ToolsConfig(SearchSettings):
     def waiting_s(self, num_concurrent: int) -> float:
         """The Python tool runs a limited number of calls at a time; other tools report their own time."""
         own = waiting_s(self.tools, num_concurrent)
-        if "python" not in self.tools:
+        if "python" not in map(plugin_name, self.tools):
             return own
         return max(own, self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers))
 

@@ -1,0 +1,91 @@
+"""Settings without an effect are reported with the reason, and no others."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from outrider.algorithms.exploration import ArpoSettings, RapoSettings
+from outrider.algorithms.grpo import GrpoSettings
+from outrider.config import load_settings
+from outrider.training.settings import RunSettings
+from outrider.training.unused_keys import unused_keys
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.toml"))
+TOOLS = '{type="tools",tools=["python"],train={path="tasks.jsonl"}}'
+
+
+def lines(*overrides: str, environment: str = '{type="house"}', algorithm: str = "grpo") -> list[str]:
+    given = [f"environment={environment}", f"algorithm.type={algorithm}", *overrides]
+    return unused_keys(load_settings(RunSettings, file=None, overrides=given))
+
+
+HOUSE = '{type="house"}'
+CASES: Sequence[tuple[str, str, tuple[str, ...], str]] = (
+    ("grpo", HOUSE, ("cold_start.batch_size=2",), "cold_start.num_examples is 0"),
+    ("grpo", HOUSE, ("buffer.min_reward=0.5",), "nothing is retrieved"),
+    ("grpo", HOUSE, ("tracking.project=mine",), "trackers is empty"),
+    ("grpo", HOUSE, ("cluster.ray_address=auto",), "the run has one process: num_trainers"),
+    ("grpo", HOUSE, ("evaluation.num_samples=3",), "evaluation.temperature is 0"),
+    ("grpo", HOUSE, ("rollout.max_splice_tokens=9",), "nothing is retrieved"),
+    ("grpo", HOUSE, ("algorithm.kl_estimator=k3",), "algorithm.kl_weight is 0"),
+    ("grpo", HOUSE, ("algorithm.loss.clip_high=0.3",), "with one optimizer step"),
+    ("grpo", HOUSE, ("algorithm.distill.help=feedback", "algorithm.distill.gate_beta=2"), "gate is none"),
+    ("luffy", HOUSE, ("algorithm.loss.clip_high=0.3", "algorithm.clip_own=false"), "with one optimizer step"),
+    ("rapo", HOUSE, ("algorithm.retrieval.noise=0.5", "algorithm.num_hybrid=0"), "nothing is retrieved"),
+    ("rapo", HOUSE, ("algorithm.timing=none", "algorithm.advantage_weight=0"), "advantage_weight is 0"),
+    ("arpo", HOUSE, ("algorithm.threshold=0.3",), "decision is not threshold"),
+    ("arpo", HOUSE, ("algorithm.window=3", "algorithm.first_wave=8", "algorithm.group_size=8"), "first_wave"),
+    ("arpo", HOUSE, ("algorithm.first_wave=3", "algorithm.pre_monitor=true"), "pre_monitor decides"),
+    ("empo2", HOUSE, ("algorithm.novelty_threshold=0.7", "algorithm.intrinsic_coefficient=0"), "intrinsic"),
+    ("empo2", HOUSE, ("algorithm.min_probability=0.5", "algorithm.student_mask=none"), "algorithm"),
+    ("grpo", TOOLS, ("environment.search.top_k=3",), "tools has no search"),
+    ("grpo", TOOLS, ("environment.train.hub_split=test",), "environment.train.path is a file"),
+    ("grpo", '{type="alfworld"}', ("environment.num_shown_actions=3",), "no list of actions is shown"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "environment", "overrides", "reason"), CASES, ids=str)
+def test_a_key_without_effect_is_named(
+    algorithm: str, environment: str, overrides: tuple[str, ...], reason: str
+) -> None:
+    key = overrides[0].partition("=")[0]
+    if "gate_beta" in overrides[-1]:
+        key = "algorithm.distill.gate_beta"
+    found = lines(*overrides, algorithm=algorithm, environment=environment)
+    assert [line for line in found if line.startswith(f"NO EFFECT: {key}: {reason}")] == found, found
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overrides"),
+    [
+        ("grpo", ("cold_start.batch_size=2", "cold_start.num_examples=4")),
+        ("grpo", ("cluster.ray_address=auto", "cluster.num_engines=2")),
+        ("grpo", ("evaluation.num_samples=3", "evaluation.temperature=1.0")),
+        ("grpo", ("algorithm.kl_estimator=k3", "algorithm.kl_weight=0.1")),
+        ("grpo", ("algorithm.loss.clip_high=0.3", "update.num_mini_batches=2")),
+        ("rapo", ("algorithm.retrieval.noise=0.5", "buffer.min_reward=0.5", "algorithm.loss.dual_clip=3")),
+        ("arpo", ("algorithm.threshold=0.3", "algorithm.decision=threshold")),
+        ("empo2", ("algorithm.novelty_threshold=0.7", "algorithm.min_probability=0.5")),
+    ],
+    ids=str,
+)
+def test_keys_with_an_effect_are_not(algorithm: str, overrides: tuple[str, ...]) -> None:
+    assert lines(*overrides, algorithm=algorithm) == []
+
+
+@pytest.mark.parametrize("kind", [GrpoSettings, RapoSettings, ArpoSettings])
+def test_defaults_and_presets_are_not(kind: Any) -> None:
+    field = kind.model_fields.get("preset")
+    names = [None] if field is None else get_args(field.annotation)
+    for name in names:
+        preset = () if name is None else (f"algorithm.preset={name}",)
+        options = ("algorithm.pass_k=2",) if name and "pass" in name else ()
+        assert lines(*preset, *options, algorithm=kind.model_fields["type"].default) == [], name
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_no_recipe_has_one(recipe: Path) -> None:
+    assert unused_keys(load_settings(RunSettings, file=recipe)) == []
