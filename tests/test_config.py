@@ -107,6 +107,15 @@ def test_an_override_below_a_value_or_of_an_unknown_key() -> None:
         load_settings(Outer, file=None, overrides=["inner.x=3"])
 
 
+@pytest.mark.parametrize("key", ["train.num_steps", "optimizer.learning_rate", "cold_start.tip_share"])
+def test_a_truth_value_is_no_number(key: str) -> None:
+    name = key.rpartition(".")[2]
+    with pytest.raises(ConfigError, match=f"{name} must be a number, not true"):
+        load_settings(
+            RunSettings, file=None, overrides=["environment.type=house", "algorithm.type=grpo", f"{key}=true"]
+        )
+
+
 def test_none_disables_optional_settings_only() -> None:
     assert load_settings(Outer, file=None, overrides=["inner.limit=none"]).inner.limit is None
     assert load_settings(Outer, file=None, overrides=["inner.kind=none"]).inner.kind == "none"

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -435,6 +435,10 @@ def _chosen_sections(
 NONE: Final = "none"
 
 
+def _mentions(annotation: Any, kinds: Collection[Any]) -> bool:
+    return annotation in kinds or any(_mentions(part, kinds) for part in get_args(annotation))
+
+
 class Settings(BaseModel):
     """Base of every settings class: immutable, an unknown key is an error, and ``"none"`` stands for None."""
 
@@ -472,6 +476,17 @@ class Settings(BaseModel):
         For example, servers, which this method may query. Runs record them with the origins of plug-ins.
         """
         return {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, values: Any) -> Any:
+        """Refuse true and false for numbers, which pydantic would read as 1 and 0."""
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, bool) and (field := cls.model_fields.get(key)) is not None:
+                is_number = _mentions(field.annotation, (int, float))
+                if is_number and not _mentions(field.annotation, (bool, Any, True, False)):
+                    raise ValueError(f"{key} must be a number, not {str(value).lower()}")
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -555,9 +570,10 @@ def load_settings(
     if file is not None:
         add_search_folder(file.parent)  # a recipe may name a class from a module in its own folder
         try:
-            tree = tomllib.loads(file.read_text(encoding="utf-8"))
+            tree = tomllib.loads(file.read_text(encoding="utf-8-sig"))
         except OSError as error:
-            raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+            advice = "; the recipe comes before the overrides" if "=" in file.name else ""
+            raise ConfigError(f"cannot read {file}: {error.strerror}{advice}") from error
         # tomllib raises the errors of the number and date parsers unchanged
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error

@@ -85,7 +85,7 @@ def key_sources(file: Path | None, overrides: Sequence[str]) -> dict[str, str]:
     """Map each dotted key to its source, ``recipe``, ``command`` or ``protocol NAME``. File and overrides
     must be valid.
     """
-    tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8-sig"))
     sources = dict.fromkeys(_keys(tree), "recipe")
     for override in overrides:
         apply_override(tree, override)

@@ -95,6 +95,27 @@ def test_rows_with_a_blank_answer_can_be_left_out_and_are_counted(
     assert "2 rows with a blank answer left out" in caplog.text and "qa.jsonl:1" in caplog.text
     with pytest.raises(DataError, match=r"qa\.jsonl: the data set is empty"):
         load_tasks(config.model_copy(update={"limit": 1}))
+    nothing = write(tmp_path, '{"question": "q", "answer": null}\n{"question": "r", "answer": "b"}\n')
+    with pytest.raises(DataError, match='must contain text or numbers, got None; blank_answers = "drop"'):
+        load_tasks(nothing)
+    assert len(load_tasks(nothing.model_copy(update={"blank_answers": "drop"}))) == 1
+
+
+@pytest.mark.parametrize("key", ["null", "1.5", "true", '{"a": 1}', '""'])
+def test_a_key_is_text_or_an_integer(key: str, tmp_path: Path) -> None:
+    config = write(tmp_path, f'{{"question": "q", "answer": "a", "id": {key}}}\n').model_copy(
+        update={"key": "id"}
+    )
+    with pytest.raises(DataError, match=r"qa\.jsonl:1: the key in column 'id' must be text or an integer"):
+        load_tasks(config)
+
+
+@pytest.mark.parametrize(("key", "name"), [("7", "7"), ("7.0", "7"), ('"a b"', "a b")])
+def test_keys_of_integers_and_texts(key: str, name: str, tmp_path: Path) -> None:
+    config = write(tmp_path, f'{{"question": "q", "answer": "a", "id": {key}}}\n').model_copy(
+        update={"key": "id"}
+    )
+    assert [task.key for task in load_tasks(config)] == [name]
 
 
 def test_bytes_that_are_no_utf8_name_the_line(tmp_path: Path) -> None:

@@ -67,6 +67,18 @@ def text(solution_str):
     return "high"
 
 
+def unscored(completions, **kwargs):
+    return {"reward": 0.5}
+
+
+class Waits:
+    async def __call__(self, completions, **kwargs):
+        return [1.0]
+
+
+waits_too = Waits()
+
+
 def inapplicable(completions, **kwargs):
     return [None]
 
@@ -192,6 +204,7 @@ def test_questions_without_tools_end_with_the_first_turn() -> None:
         ("needs_ids", "needs 'completion_ids', which only TRL's trainer has"),
         ("neither", "name completions, as in TRL, or solution_str and ground_truth, as in verl"),
         ("waits", "is a coroutine function"),
+        ("waits_too", "is a coroutine function"),
         ("seen", "is a list, which cannot be called"),
         ("none", "has no 'none'"),
     ],
@@ -213,6 +226,7 @@ def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_pat
         ("raises", EnvironmentFault, r"my_rewards:raises at .*my_rewards\.py:\d+: IndexError"),
         ("many", InvalidResult, "for one completion, no list with one reward"),
         ("text", InvalidResult, "the reward of my_rewards:text is 'high'"),
+        ("unscored", InvalidResult, r"returned a mapping without 'score' \(its keys: reward\)"),
         ("inapplicable", InvalidResult, "returned None, which TRL allows .* needs a number"),
         ("nan", NonFiniteResult, "no finite number"),
     ],

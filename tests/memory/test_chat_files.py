@@ -625,6 +625,22 @@ def test_smaller_faults_of_chats(tmp_path: Path) -> None:
     assert spaced == read(tmp_path, question="q", messages=[USER, END]).trajectories[0].task_key
 
 
+def test_what_cannot_be_read_in_a_chat_is_counted_or_named(tmp_path: Path) -> None:
+    unread = "<tool_call>\n{'name': 'weather', 'arguments': {}}\n</tool_call>"
+    imported = read(tmp_path, messages=[USER, {"role": "assistant", "content": unread}, RESULT, END])
+    assert steps(imported)[0][0] == unread
+    assert imported.dropped["calls in the text that cannot be read (they stay as they are)"] == 1
+    thinking = {"role": "assistant", "content": "hm</think>\n5", "reasoning_content": "hm"}
+    assert steps(read(tmp_path, messages=[USER, thinking]))[0][0] == "hm</think>\n5"
+    asked = {"role": "assistant", "content": "I ask.", "tool_calls": [call()]}
+    counted = read(tmp_path, messages=[USER, asked, {**RESULT, "content": 5}, END])
+    assert steps(counted)[0][1] == "5"
+    for key in ("parts", "toolInvocations", "additional_kwargs"):
+        said = {"role": "assistant", "content": "", key: [{"text": "5"}]}
+        with pytest.raises(DataError, match=f"message 1 has '{key}', which Outrider does not"):
+            read(tmp_path, messages=[USER, said])
+
+
 def test_items_in_a_text_column_are_messages(tmp_path: Path) -> None:
     items = [{"type": "reasoning", "content": "Better ask."}, *PARALLEL["Responses"][:1],
              {"type": "function_call_output", "call_id": "a", "output": "4 C"}, END]  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Dict, List, Literal, NamedTuple, NotRequired,
 
 import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
 
@@ -672,6 +673,53 @@ def test_numbers_and_arrays_of_numpy_are_json() -> None:
     outputs = [tool.run_call({"kind": kind}).text for kind in results]
     assert outputs[:4] == ["3", "[1, 2]", '{"a": 0.5}', "[1.5]"]
     assert "2020-01-01" in outputs[4] and "ndarray" in outputs[5]
+
+
+class Nameless:
+    """Its text would be an address, which differs between processes."""
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"a", "c", "b"}, '["a", "b", "c"]'),
+        ({"kinds": frozenset({2, 10})}, '{"kinds": [10, 2]}'),
+        (b"Z\xc3\xbcrich\n", "Zürich\n"),
+        ({"out": b"\xff"}, '{"out": "\ufffd"}'),
+        (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
+    ],
+    ids=str,
+)
+def test_results_that_json_lacks_have_one_text(result: object, text: str) -> None:
+    def get() -> object:
+        """Get it."""
+        return result
+
+    assert tool(get).run_call({}).text == text
+
+
+@pytest.mark.parametrize("result", [(one for one in "ab"), Nameless(), [Nameless()], iter([1])], ids=repr)
+def test_results_without_a_text_are_failed_calls(result: object) -> None:
+    def get() -> object:
+        """Get it."""
+        return result
+
+    output = tool(get).run_call({})
+    assert output.failed and "return a text, a number or a list" in output.text
+
+
+def test_a_partial_is_refused() -> None:
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Other.
+        """
+        return a + b
+
+    with pytest.raises(ConfigError, match="it is a partial"):
+        tool_class(functools.update_wrapper(functools.partial(add, a=1), add))
 
 
 def test_a_field_as_default_is_refused() -> None:

@@ -13,7 +13,10 @@ from outrider.config import load_settings
 from outrider.environments.tool_qa.datasets import DatasetConfig, load_tasks
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import CheckpointError, ConfigError, DataError
-from outrider.training.experts import read_demonstrations
+from outrider.memory.chat_files import import_trajectories
+from outrider.memory.embedders import HashEmbedder
+from outrider.memory.step_buffer import StepTraceBuffer
+from outrider.training.experts import check_buffer_calls, read_demonstrations
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import RunSettings, require_experts
 from outrider.training.setup import run_training
@@ -228,6 +231,36 @@ def test_what_is_left_out_of_demonstrations_is_logged(
     caplog.clear()
     read_demonstrations(str(file), tasks, tools_config("tags"))
     assert "2 of 3 demonstrations call tools natively" in caplog.text
+
+
+def test_steps_of_a_buffer_that_the_environment_cannot_read_are_reported(tmp_path: Path) -> None:
+    """A policy would continue them. As demonstrations, the same file is an error."""
+    file, path = tmp_path / "a.jsonl", tmp_path / "a.sqlite"
+    file.write_text(json.dumps({"messages": NATIVE, "reward": 1}))
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as buffer:
+        buffer.add_trajectories(import_trajectories(str(file)).trajectories)
+        for config, reason in (
+            (
+                tools_config("tags"),
+                "call tools natively, and environment.protocol = tags reads calls such as",
+            ),
+            (
+                ToolsConfig.model_validate({"tools": ["search"], "corpus": "a.jsonl", "protocol": "hermes"}),
+                "lacks: python (",
+            ),
+            (tools_config("hermes"), ""),
+        ):
+            notes: list[str] = []
+            check_buffer_calls(buffer, config, notes.append)
+            assert [reason in note for note in notes] == [True] * bool(reason), notes
+
+
+def test_demonstrations_of_no_task_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "a.jsonl"
+    other = [NATIVE[0] | {"content": "Question: r?"}, *NATIVE[1:]]
+    file.write_text("\n".join(json.dumps({"messages": chat, "reward": 1}) for chat in (NATIVE, other)))
+    read_demonstrations(str(file), [Task(key="t", question="q?", answers=("1",))], tools_config("hermes"))
+    assert "1 demonstration belongs to no training task, for example 'Question: r?'" in caplog.text
 
 
 def test_a_cold_start_reports_why_it_cannot_imitate(

@@ -259,10 +259,12 @@ def evaluate_tasks(settings: EvalTasksSettings, folder: Path, *, progress: Progr
             ):
                 display.note(line)
         report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
+        scored = min((entry.num_tasks for entry in report.scores[:1]), default=report.num_tasks)
+        only = "" if scored == report.num_tasks else f"{scored} of "
         display.note(
             f"{report.name}: "
             + ", ".join(f"{entry.name} {entry.text}" for entry in report.scores[:1])
-            + f" on {plural(report.num_tasks, 'task')}, {plural(report.num_faults, 'fault')}",
+            + f" on {only}{plural(report.num_tasks, 'task')}, {plural(report.num_faults, 'fault')}",
             event="evaluation",
             **{name: value for name, value in report.as_json().items() if name not in _NOT_IN_LOG},
             summary=str(folder / SUMMARY),

@@ -55,6 +55,8 @@ _READ: Final = frozenset(
     {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
      "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
 )  # fmt: skip
+_UNREAD: Final = ("parts", "toolInvocations", "additional_kwargs", "kwargs", "contents")
+"""Keys of exports whose messages have no ``content``: Gemini, Vercel's UI and LangChain's dumps."""
 QUESTIONS: Final = ("question", "prompt", "problem", "query")
 COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output", "system", "instructions"})
 """Columns that the reader uses."""
@@ -330,6 +332,9 @@ class _Reader:
         calls = self._distinct_calls(item, parts, text, location)
         reasoning = self._thoughts(item, parts, text, location)
         if not (text.strip() or calls or reasoning):
+            unread = next((key for key in _UNREAD if item.get(key)), None)
+            if unread is not None:
+                raise ValueError(f"{location} has {unread!r}, which Outrider does not read")
             if content is None:
                 raise ValueError(f"{location}: 'content' must be text, not NoneType")
             raise ValueError(f"{location} of the assistant is empty")
@@ -351,8 +356,12 @@ class _Reader:
         if any(call not in map(_without_id, used) for calls in others for call in map(_without_id, calls)):
             self._dropped["calls beside others of the same message"] += 1
         words = split_thinking(text)[1]
-        written = CALL_FORMATS["hermes"].read(words, ()).calls if "<tool_call>" in words else ()
-        return tuple(call for call in used if _without_id(call) not in map(_without_id, written))
+        if "<tool_call>" not in words:
+            return used
+        written = CALL_FORMATS["hermes"].read(words, ())
+        if written.problems:
+            self._dropped["calls in the text that cannot be read (they stay as they are)"] += 1
+        return tuple(call for call in used if _without_id(call) not in map(_without_id, written.calls))
 
     def _thoughts(self, item: Mapping[str, Any], parts: _Parts, text: str, location: str) -> str:
         """Return the thinking. Servers repeat it under several names, so only one of them is used."""
@@ -362,7 +371,7 @@ class _Reader:
         thinking = next(iter(written), "") or "\n".join(parts.thoughts).strip()
         if not thinking and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
             self._dropped["thinking that is encrypted"] += 1
-        if thinking and "<think>" in text:
+        if thinking and "</think>" in text:  # a template may have opened it
             if thinking not in text:
                 self._dropped["thinking beside <think> in the text"] += 1
             return ""
@@ -422,8 +431,8 @@ class _Reader:
             output = next((part[key] for key in keys if part.get(key) is not None), None)
             if kind == "tool-result" and isinstance(output, Mapping) and "value" in output:
                 output = output["value"]
-            if isinstance(output, int | float):
-                output = json.dumps(output)
+            if part.get("is_error"):
+                self._dropped["'is_error' of results"] += 1
             parts.results.append(self._tool_message(part, output, location))
         elif isinstance(kind, str) and _names_media(kind):
             raise ValueError(f"{location} contains a part of the type {kind!r}: Outrider trains on text")
@@ -448,7 +457,7 @@ class _Reader:
         )
         if has_media or is_text or (isinstance(content, Mapping) and content.get("type") in _TEXTS):
             return _joined(self.parts(content, location).texts, "\n")
-        if isinstance(content, list | Mapping):
+        if isinstance(content, list | Mapping | int | float):
             return json.dumps(content, ensure_ascii=False, default=str)
         raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
 

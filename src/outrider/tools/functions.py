@@ -8,6 +8,7 @@ pydantic converts the arguments.
 
 import asyncio
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -16,7 +17,7 @@ import threading
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get_args, get_origin, overload
@@ -374,6 +375,7 @@ class FunctionTool(CalledByText):
                 )
         try:
             result = _await_result(type(self).function(**values))
+            result = result.decode(errors="replace") if isinstance(result, bytes) else result
             text = (
                 result
                 if isinstance(result, str)
@@ -394,14 +396,27 @@ _NUMBER_KINDS: Final = ("b", "i", "u", "f")  # numpy's
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a value for ``json.dumps``: an Enum member, a model or dataclass with its fields, else text."""
+    """Convert a value for ``json.dumps``: an Enum member, a model or dataclass with its fields, a set in a
+    fixed order, numbers of numpy, pandas and tensors, else text. Raises TypeError for what has no text of its
+    own.
+    """
     if isinstance(value, Enum):
         return value.value
     if not isinstance(value, type) and getattr(getattr(value, "dtype", None), "kind", None) in _NUMBER_KINDS:
         values = value.tolist()  # of numpy and pandas
         return float(values) if type(values) is type(value) else values
     if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return to_jsonable_python(value, fallback=str)
+        return to_jsonable_python(value, fallback=_as_json)
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
+    if isinstance(value, set | frozenset):  # the order of a set differs between processes
+        return sorted(value, key=lambda one: (type(one).__name__, str(one)))
+    kind: Any = type(value)
+    has_no_text = kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
+    if isinstance(value, Iterator) or has_no_text:
+        raise TypeError(f"the tool returned a {kind.__name__}: return a text, a number or a list")
+    if hasattr(value, "dtype") and not hasattr(value.dtype, "kind") and hasattr(value, "tolist"):
+        return value.tolist()  # a tensor
     return str(value)
 
 
@@ -468,6 +483,8 @@ def _refusal(function: Callable[..., Any], name: str) -> str:
     """Describe why the function cannot be called with named arguments and what to do, or return ""."""
     if not name:
         return "it has no name: write a function (def) that calls it"
+    if isinstance(function, functools.partial):
+        return "it is a partial: write a function (def) that calls it"
     wrapped = inspect.unwrap(function)
     if inspect.isgeneratorfunction(wrapped) or inspect.isasyncgenfunction(wrapped):
         return "it is a generator: return a text or a list instead of yield"

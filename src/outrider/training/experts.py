@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
 from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.files import append, readable
 from outrider.memory.chat_files import import_trajectories, question_key
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import BuildReport, TokenCounter
+from outrider.memory.step_store import BuildReport, StepFilter, TokenCounter
 from outrider.printing import plural
 from outrider.rollout.endpoint import Collected
 from outrider.rollout.episode import play_texts
@@ -68,6 +70,7 @@ class CollectionLog:
 
 
 _PORTION = 32
+_CHECKED_STEPS = 200
 _LOG = logging.getLogger(__name__)
 
 
@@ -263,6 +266,11 @@ def read_trajectories(
     if imported.dropped:
         dropped = ", ".join(f"{name} ({count})" for name, count in imported.dropped.items())
         _LOG.warning("%s: left out of the chats: %s", file, dropped)
+    if unmatched := sorted(best.keys() - keys):
+        records = plural(len(unmatched), "demonstration belongs to", "demonstrations belong to")
+        prompt = best[unmatched[0]].prompt
+        example = prompt[-1].content if prompt else unmatched[0]
+        _LOG.warning("%s: %s no training task, for example %r", file, records, example[:100])
     if environment is not None:
         _check_calls(file, [best[key] for key in sorted(keys & best.keys())], environment)
     return best
@@ -303,6 +311,28 @@ def _check_calls(file: str, demonstrations: Sequence[Trajectory], environment: E
             "%s: demonstrations call tools that the environment lacks: %s; it has %s",
             file, message, ", ".join(names),
         )  # fmt: skip
+
+
+def check_buffer_calls(
+    buffer: StepTraceBuffer, environment: EnvironmentSettings, note: Callable[[str], None]
+) -> None:
+    """Note that steps of a buffer, which a policy is to continue, contain calls that the environment cannot
+    parse or whose tools it lacks. Looks at ``_CHECKED_STEPS`` steps that are drawn at random.
+    """
+    generator = np.random.default_rng(0)
+    drawn = [buffer.sample(StepFilter(), generator) for _ in range(min(len(buffer), _CHECKED_STEPS))]
+    called = [_native_call_names(record.text) for record in drawn if record is not None]
+    names = environment.tool_names()
+    of_steps = f"of {plural(len(called), 'step')} that were drawn from {buffer.path}"
+    if environment.call_format is None:
+        if num := sum(map(bool, called)):
+            expected = _describe_action_format(environment)
+            note(f"STEPS THAT CANNOT BE READ: {num} {of_steps} call tools natively, and {expected}")
+        return
+    unknown = Counter(name for step in called for name in step if names and name not in names)
+    if unknown:
+        listed = ", ".join(f"{name} ({num})" for name, num in sorted(unknown.items()))
+        note(f"STEPS WITH OTHER TOOLS: {of_steps}, these call tools that the environment lacks: {listed}")
 
 
 def _describe_action_format(environment: EnvironmentSettings) -> str:

@@ -57,7 +57,12 @@ from outrider.training.data import (
     task_notes,
     training_tasks,
 )
-from outrider.training.experts import fill_buffer, read_demonstrations, read_trajectories
+from outrider.training.experts import (
+    check_buffer_calls,
+    fill_buffer,
+    read_demonstrations,
+    read_trajectories,
+)
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
 from outrider.training.resume import note_start, require_continuable
@@ -504,7 +509,9 @@ def open_buffer(
     embedder = load_embedder(settings.buffer.embedder)
     source_path = Path(settings.buffer.path) if settings.buffer.path else None
     if source_path is not None and not settings.buffer.evolve:
-        return _require_steps(StepTraceBuffer(source_path, embedder, mode="read"), "")
+        buffer = _require_steps(StepTraceBuffer(source_path, embedder, mode="read"), "")
+        check_buffer_calls(buffer, settings.environment, note)
+        return buffer
     if resumed and not path.exists():
         raise CheckpointError(
             f"{path} is missing: it contains the steps that this run retrieves; put it back"
@@ -529,6 +536,8 @@ def open_buffer(
                 f"{filled.outcomes()})"
             )
         _require_steps(buffer, reason)
+        if source_path is not None:
+            check_buffer_calls(buffer, settings.environment, note)
     except BaseException:
         buffer.close()
         raise

@@ -90,7 +90,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
     for index, row in enumerate(rows):
         if config.limit is not None and index >= config.limit:
             break
-        key = f"{name}-{index}" if config.key is None else str(row.get(config.key))
+        key = f"{name}-{index}" if config.key is None else _key(row, config.key)
         question = row.text(config.question).strip()
         column = answer_column(row, config.answer)
         has_answer = not keeps_columns or column != "answer" or "answer" in row.values
@@ -102,7 +102,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
             raise DataError(f"{row.location}: column {column!r} contains no answer")
         if isinstance(values, str) and _is_list_text(values):
             listed.append(row.location)
-        columns = json.loads(json.dumps(row.values, default=str)) if keeps_columns else {}
+        columns = json.loads(json.dumps(row.values, default=_plain)) if keeps_columns else {}
         task = Task(key=key, question=question, answers=answers, metadata=columns)
         if not all(task.answers):
             blank.append(row.location)
@@ -201,10 +201,30 @@ def _is_list_text(text: str) -> bool:
     return bool(values) and all(isinstance(value, str) for value in values)
 
 
+def _plain(value: Any) -> float | str:
+    """A value of Parquet that JSON does not have: a decimal is a number, all others are text."""
+    return float(value) if isinstance(value, Decimal) else str(value)
+
+
+def _key(row: Row, column: str) -> str:
+    """Return the key of a row. Raises DataError if it is neither text nor an integer."""
+    value = row.get(column)
+    if isinstance(value, float) and value.is_integer():  # integers of a column with missing values
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(
+            f"{row.location}: the key in column {column!r} must be text or an integer, got {value!r}"[:300]
+        )
+    return str(value)
+
+
 def _answer(value: Any, row: Row, config: DatasetConfig) -> str:
+    if value is None and config.blank_answers == "drop":
+        return ""
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):  # Decimal: of Parquet
         raise DataError(
             f"{row.location}: column {config.answer!r} must contain text or numbers, got {value!r}"[:300]
+            + ('; blank_answers = "drop" leaves such rows out' if value is None else "")
         )
     text: str = value if isinstance(value, str) else ""
     if isinstance(value, int) or (not isinstance(value, str) and math.isfinite(value)):  # NaN: missing

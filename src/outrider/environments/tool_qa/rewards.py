@@ -495,7 +495,9 @@ class RewardFunction:
             parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path} has no signature: wrap it in a function of your own") from error
-        if inspect.iscoroutinefunction(self._function):
+        if inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(
+            getattr(type(self._function), "__call__", None)  # noqa: B004
+        ):
             raise ConfigError(f"{path} is a coroutine function; define the reward with def")
         named = {parameter.name: parameter for parameter in parameters if parameter.kind in _NAMED}
         required = {name for name, parameter in named.items() if parameter.default is parameter.empty}
@@ -533,7 +535,10 @@ class RewardFunction:
         if isinstance(result, Mapping):
             parts = finite_numbers(result)  # a function may return anything else besides the score
             parts.pop("score", None)
-            result = result.get("score")
+            if "score" not in result:
+                keys = ", ".join(map(str, result)) or "none"
+                raise InvalidResult(f"{self.path} returned a mapping without 'score' (its keys: {keys})")
+            result = result["score"]
         elif not self._is_verl:
             try:
                 [result] = result
