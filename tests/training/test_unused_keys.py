@@ -1,16 +1,23 @@
 """Settings without an effect are reported with the reason, and no others."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from transformers import AutoTokenizer
 
 from outrider.algorithms.exploration import ArpoSettings, RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
+from outrider.cli import main
 from outrider.config import load_settings
+from outrider.errors import ModelError
 from outrider.training.settings import RunSettings
+from outrider.training.setup import make_checked_renderer
 from outrider.training.unused_keys import unused_keys
+from tests.training.short_runs import train
+from tests.training.tool_run import write_tool_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.toml"))
 TOOLS = '{type="tools",tools=["python"],train={path="tasks.jsonl"}}'
@@ -89,3 +96,30 @@ def test_defaults_and_presets_are_not(kind: Any) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_no_recipe_has_one(recipe: Path) -> None:
     assert unused_keys(load_settings(RunSettings, file=recipe)) == []
+
+
+def test_a_variable_that_the_chat_template_lacks_is_named(tmp_path: Path) -> None:
+    recipe = write_tool_run(tmp_path / "data")
+    settings = load_settings(RunSettings, file=recipe)
+    tokenizer = AutoTokenizer.from_pretrained(settings.model.name)
+    for kwargs, lines in (({"enable_thinkng": False}, 1), ({"messages": 1}, 0), ({}, 0)):
+        notes: list[str] = []
+        model = settings.model.model_copy(update={"template_kwargs": kwargs})
+        with suppress(ModelError):  # of a template whose messages are a number
+            make_checked_renderer(tokenizer, model, settings.environment, note=notes.append)
+        found = [note for note in notes if note.startswith("NO EFFECT")]
+        assert (
+            found
+            == ["NO EFFECT: model.template_kwargs.enable_thinkng: the chat template does not contain it"][
+                :lines
+            ]
+        )
+
+
+def test_a_dry_run_and_a_run_report_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_tool_run(tmp_path / "data")
+    line = "NO EFFECT: algorithm.kl_estimator: algorithm.kl_weight is 0"
+    assert main(["train", str(recipe), "--dry-run", "algorithm.kl_estimator=k3"]) == 0
+    assert f"# {line}" in capsys.readouterr().out
+    run = train(recipe, tmp_path / "run", "algorithm.kl_estimator=k3", "train.num_steps=1")
+    assert line in (run / "notes.jsonl").read_text()
