@@ -80,7 +80,9 @@ class Counts:
 
 
 def count(runs: Sequence[Path], step: int, *, is_strict: bool = True) -> dict[int, Counts]:
-    """Count the rollouts of a training step of several runs, by the number of the task's decisions."""
+    """Count the rollouts of a training step of several runs: all together (key 0), or if they are not strict
+    by the number of the task's decisions.
+    """
     counts: dict[int, Counts] = {}
     for run in runs:
         settings = load_settings(RunSettings, file=run / "config.toml")
@@ -91,7 +93,8 @@ def count(runs: Sequence[Path], step: int, *, is_strict: bool = True) -> dict[in
         experts, _ = request_expert_paths(task_set, tasks, settings, training_step=step)
         for path in rollout_paths(rows):
             if (expert := experts[path[-1].task_key]) is not None:
-                counts.setdefault(len(expert), Counts()).add(path, expert, is_strict=is_strict)
+                key = 0 if is_strict else len(expert)
+                counts.setdefault(key, Counts()).add(path, expert, is_strict=is_strict)
     return counts
 
 
@@ -159,8 +162,7 @@ def main() -> None:
         settings = load_settings(RunSettings, file=given.rapo[0] / "config.toml")
         text = harmless_table(own, hybrid, probability=probability, num_turns=settings.rollout.max_turns)
     else:
-        [own_counts], [hybrid_counts] = own.values(), hybrid.values()
-        text = table(own_counts, hybrid_counts, probability=probability)
+        text = table(own[0], hybrid[0], probability=probability)
     nums = [sum(one.num for one in counts.values()) for counts in (own, hybrid)]
     Console(soft_wrap=True).print(f"{nums[0]} and {nums[1]} rollouts:\n\n{text}")
 

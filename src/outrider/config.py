@@ -6,12 +6,14 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import UnionType
 from typing import (
     TYPE_CHECKING,
+    Annotated,
     Any,
     ClassVar,
     Final,
@@ -19,11 +21,13 @@ from typing import (
     Protocol,
     TypeAlias,
     TypeVar,
+    Union,
     get_args,
     get_origin,
 )
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from outrider.errors import ConfigError, DataError
 from outrider.plugins.imports import add_search_folder, import_target
@@ -435,8 +439,17 @@ def _chosen_sections(
 NONE: Final = "none"
 
 
-def _mentions(annotation: Any, kinds: Collection[Any]) -> bool:
-    return annotation in kinds or any(_mentions(part, kinds) for part in get_args(annotation))
+def _takes_numbers_only(field: FieldInfo) -> bool:
+    """Whether a field is a number or a union with one, and nothing of it is a truth value."""
+    if any(isinstance(item, BeforeValidator) for item in field.metadata):
+        return False
+    parts: list[Any] = [field.annotation]
+    if get_origin(field.annotation) in (Union, UnionType):
+        parts = list(get_args(field.annotation))
+    parts = [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts]
+    return bool({int, float} & {part for part in parts if isinstance(part, type)}) and not any(
+        part in (bool, Any) or get_origin(part) is Literal for part in parts
+    )
 
 
 class Settings(BaseModel):
@@ -482,10 +495,9 @@ class Settings(BaseModel):
     def _refuse_truth_as_number(cls, values: Any) -> Any:
         """Refuse true and false for numbers, which pydantic would read as 1 and 0."""
         for key, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bool) and (field := cls.model_fields.get(key)) is not None:
-                is_number = _mentions(field.annotation, (int, float))
-                if is_number and not _mentions(field.annotation, (bool, Any, True, False)):
-                    raise ValueError(f"{key} must be a number, not {str(value).lower()}")
+            field = cls.model_fields.get(key) if isinstance(value, bool) else None
+            if field is not None and _takes_numbers_only(field):
+                raise ValueError(f"{key} must be a number, not {str(value).lower()}")
         return values
 
     @model_validator(mode="before")

@@ -632,6 +632,8 @@ def test_what_cannot_be_read_in_a_chat_is_counted_or_named(tmp_path: Path) -> No
     assert imported.dropped["calls in the text that cannot be read (they stay as they are)"] == 1
     thinking = {"role": "assistant", "content": "hm</think>\n5", "reasoning_content": "hm"}
     assert steps(read(tmp_path, messages=[USER, thinking]))[0][0] == "hm</think>\n5"
+    mention = {"role": "assistant", "content": "The tag </think> ends it.", "reasoning_content": "hm"}
+    assert steps(read(tmp_path, messages=[USER, mention]))[0][0].startswith("<think>\nhm\n</think>")
     asked = {"role": "assistant", "content": "I ask.", "tool_calls": [call()]}
     counted = read(tmp_path, messages=[USER, asked, {**RESULT, "content": 5}, END])
     assert steps(counted)[0][1] == "5"

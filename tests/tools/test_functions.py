@@ -675,6 +675,17 @@ def test_numbers_and_arrays_of_numpy_are_json() -> None:
     assert "2020-01-01" in outputs[4] and "ndarray" in outputs[5]
 
 
+@dataclass
+class Tagged:
+    tags: set[str]
+    raw: bytes
+
+
+class Model(BaseModel):
+    tags: set[str]
+    day: datetime.date = datetime.date(2020, 1, 1)
+
+
 class Nameless:
     """Its text would be an address, which differs between processes."""
 
@@ -685,6 +696,8 @@ class Nameless:
         ({"a", "c", "b"}, '["a", "b", "c"]'),
         ({"kinds": frozenset({2, 10})}, '{"kinds": [10, 2]}'),
         (b"Z\xc3\xbcrich\n", "Zürich\n"),
+        (Tagged(tags={"b", "a", "c"}, raw=b"\xff"), '{"tags": ["a", "b", "c"], "raw": "\ufffd"}'),
+        (Model(tags={"b", "a", "c"}), '{"tags": ["a", "b", "c"], "day": "2020-01-01"}'),
         ({"out": b"\xff"}, '{"out": "\ufffd"}'),
         (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
     ],

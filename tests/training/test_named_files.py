@@ -1,5 +1,6 @@
 """Every file that settings name is digested, in any section."""
 
+import os
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from outrider.algorithms.retrospex import RetrospexSettings
 from outrider.config import Settings, validate
 from outrider.environments.agent.environment import AgentConfig
 from outrider.environments.tool_qa.environment import ToolsConfig
-from outrider.training.resume import settings_files
+from outrider.training.resume import check_inputs, settings_files
 
 
 class Tool(Settings):
@@ -26,6 +27,11 @@ class House(Settings):
     first: Tool
     tools: tuple[str | Tool, ...]
     train: Questions
+
+
+class Odd(Settings):
+    args: tuple[int, ...]
+    command: House
 
 
 def test_files_of_sections_and_of_lists_of_tables_are_named() -> None:
@@ -49,6 +55,19 @@ def test_the_scripts_of_commands_are_named(tmp_path: Path, monkeypatch: pytest.M
         {"tools": [{"type": "mcp", "name": "a", "command": "node", "args": ["agent.py"]}]}
     )
     assert dict(settings_files(tools)) == {"tools.0.args.agent.py": Path("agent.py")}
+    os.mkfifo("pipe")
+    odd = Odd(
+        args=(1, 2), command=House(corpus=Path("c"), first=Tool(), tools=(), train=Questions(path=Path()))
+    )
+    assert dict(settings_files(odd)) == {"command.corpus": Path("c")}
+    assert dict(settings_files(agent.model_copy(update={"command": ("cat", "pipe", "")}))) == {}
+
+
+def test_another_file_of_a_command_is_reported_and_not_refused() -> None:
+    """A program may write it: a log, or a memory."""
+    name = "environment.command.agent.log"
+    lines = check_inputs({name: "ab"}, {name: "cd"}, other_versions=False)
+    assert lines == [f"OTHER FILE {name}; the run continues, but may not reproduce the same bits"]
 
 
 def test_the_critic_of_an_engine_is_named() -> None:

@@ -22,6 +22,7 @@ from outrider.algorithms.grpo import (
     groups_worth_training,
 )
 from outrider.algorithms.rollout_replay import RolloutReplay
+from outrider.config import validate
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
 from outrider.training.data import SampledStep, TaskOrder, play_step, sample_step
@@ -359,6 +360,22 @@ def test_groups_whose_advantages_are_all_zero_are_dropped(
     choice = Grpo(settings).choose_tasks([], step=0, num_groups=2)
     assert choice.group_filter is not None
     assert [trace.task.key for trace in choice.group_filter.select(traces)] == kept
+
+
+def test_penalties_may_give_a_group_its_advantages() -> None:
+    """The two best returns tie until the longer rollout is punished."""
+    rule = DynamicSamplingSettings()
+    traces = [build_trace([Rollout(value=value) for value in (1.0, 1.0, 0.0)], key="tie")]
+    for shaping in ({"overlong": {"buffer": 4}}, {"reward_kl_weight": 0.1}):
+        settings = validate(
+            GrpoSettings,
+            {"group_size": 3, "advantage": "best_minus_second", "dynamic_sampling": {}, **shaping},
+        )
+        choice = Grpo(settings).choose_tasks([], step=0, num_groups=1)
+        assert choice.group_filter is not None and choice.group_filter.select(traces) == traces, shaping
+    plain = GrpoSettings(group_size=3, advantage="best_minus_second", dynamic_sampling=rule)
+    choice = Grpo(plain).choose_tasks([], step=0, num_groups=1)
+    assert choice.group_filter is not None and choice.group_filter.select(traces) == []
 
 
 def test_reinforce_without_a_baseline_has_no_groups_to_drop() -> None:

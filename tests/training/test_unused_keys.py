@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from pydantic import Field
 from transformers import AutoTokenizer
 
+from outrider.algorithms.base import ObjectiveSettings
 from outrider.algorithms.exploration import ArpoSettings, RapoSettings
 from outrider.algorithms.grpo import GrpoSettings
 from outrider.cli import main
 from outrider.config import load_settings
+from outrider.environments.base import EnvironmentSettings
 from outrider.errors import ModelError
 from outrider.training.settings import RunSettings
 from outrider.training.setup import make_checked_renderer
@@ -81,6 +84,50 @@ def test_a_key_without_effect_is_named(
 )
 def test_keys_with_an_effect_are_not(algorithm: str, overrides: tuple[str, ...]) -> None:
     assert lines(*overrides, algorithm=algorithm) == []
+
+
+HELP = ("algorithm.distill.help=file", "algorithm.distill.path=a.jsonl", "algorithm.distill.plays=helped")
+
+
+def test_rollouts_that_are_trained_in_another_context_have_ratios() -> None:
+    """With help or tips at sampling, the denominator is not the log-prob of the update."""
+    assert lines("algorithm.loss.clip_high=0.3", *HELP) == []
+    assert (
+        lines("algorithm.loss.clip_high=0.3", "algorithm.student_mask=turn", *HELP, algorithm="combined")
+        == []
+    )
+    tips = ("algorithm.memory_probability=0", "algorithm.memory.writer=environment")
+    shown = ("cold_start.num_examples=4", "cold_start.tip_share=0.5")
+    assert lines(*tips, algorithm="empo2") == [
+        "NO EFFECT: algorithm.memory.writer: memory_probability is 0, so no rollout is shown a tip"
+    ]
+    assert lines(*tips, *shown, algorithm="empo2") == []
+
+
+class MySettings(ObjectiveSettings):
+    """A plug-in with keys of the same names and a default that depends on another field."""
+
+    type: str = "mine"
+    selection: str = "all"
+    target: float = 0.0
+    tools: bool = True
+    computed: int = Field(default_factory=lambda data: 3)
+
+
+class MyEnvironment(EnvironmentSettings):
+    type: str = "mine"
+    tools: bool = True
+    search: ObjectiveSettings | None = None
+
+
+def test_sections_of_plug_ins_are_left_out() -> None:
+    settings = load_settings(
+        RunSettings, file=None, overrides=["environment.type=house", "algorithm.type=grpo"]
+    )
+    mine = settings.model_copy(
+        update={"algorithm": MySettings(target=0.5), "environment": MyEnvironment(), "trackers": ()}
+    )
+    assert unused_keys(mine) == []
 
 
 @pytest.mark.parametrize("kind", [GrpoSettings, RapoSettings, ArpoSettings])

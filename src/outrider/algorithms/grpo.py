@@ -104,9 +104,9 @@ class OverlongSettings(Settings):
 
 
 class DynamicSamplingSettings(Settings):
-    """DAPO's dynamic sampling: the step drops groups whose ``metric`` is constant or whose advantages are all
-    0, and samples as many additional tasks to replace them. With ``advantage = pass_at_k``, which reads
-    verdicts only, the ``metric`` is not used.
+    """DAPO's dynamic sampling: the step drops groups whose ``metric`` is constant, or, without penalties,
+    whose advantages are all 0, and samples as many additional tasks to replace them. With ``advantage =
+    pass_at_k``, which reads verdicts only, the ``metric`` is not used.
 
     ``metric`` is unshaped: the environment's return, or its verdict ``success``. After ``max_extra_batches``
     additional rounds (the released script stops after ten in total), the step trains on the groups collected
@@ -361,14 +361,18 @@ class Grpo(OnPolicyBatch):
     settings: GrpoSettings
 
     def _select_groups(self, traces: Sequence[Trace], *, rule: DynamicSamplingSettings) -> list[Trace]:
-        """Also drop groups whose advantages are all 0 although the metric differs. pass@k reads verdicts
-        only, so its groups are dropped by their advantages alone.
+        """Also drop groups whose advantages are all 0 although the metric differs, unless a penalty may still
+        give them some. pass@k reads verdicts only, so its groups are dropped by their advantages alone.
         """
         chosen = self.settings
-        kept = traces if chosen.advantage == "pass_at_k" else groups_worth_training(traces, rule)
+        reads_verdicts = chosen.advantage == "pass_at_k"
+        candidates = list(traces) if reads_verdicts else groups_worth_training(traces, rule)
+        is_shaped = chosen.overlong is not None or chosen.reward_kl_weight > 0 or chosen.scores_turns
+        if is_shaped and not reads_verdicts:
+            return candidates
         return [
             trace
-            for trace in kept
+            for trace in candidates
             if outcome_advantages(trace, chosen.advantage, pass_k=chosen.pass_k).has_signal
         ]
 

@@ -259,7 +259,7 @@ def evaluate_tasks(settings: EvalTasksSettings, folder: Path, *, progress: Progr
             ):
                 display.note(line)
         report, notes = run_evaluation(settings, folder, display=display, rollout_status=rollout_status)
-        scored = min((entry.num_tasks for entry in report.scores[:1]), default=report.num_tasks)
+        scored = report.scores[0].num_tasks if report.scores else report.num_tasks
         only = "" if scored == report.num_tasks else f"{scored} of "
         display.note(
             f"{report.name}: "

@@ -371,7 +371,8 @@ class _Reader:
         thinking = next(iter(written), "") or "\n".join(parts.thoughts).strip()
         if not thinking and any(item.get(key) for key in (*_THOUGHTS, *_DETAILS)):
             self._dropped["thinking that is encrypted"] += 1
-        if thinking and "</think>" in text:  # a template may have opened it
+        head = text.partition("</think>")[0]  # which a template may have opened
+        if thinking and ("<think>" in text or (head != text and thinking in head)):
             if thinking not in text:
                 self._dropped["thinking beside <think> in the text"] += 1
             return ""

@@ -406,7 +406,7 @@ def _as_json(value: Any) -> Any:
         values = value.tolist()  # of numpy and pandas
         return float(values) if type(values) is type(value) else values
     if isinstance(value, BaseModel) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return to_jsonable_python(value, fallback=_as_json)
+        return to_jsonable_python(_with_lists(value), fallback=_as_json)
     if isinstance(value, bytes | bytearray):
         return value.decode(errors="replace")
     if isinstance(value, set | frozenset):  # the order of a set differs between processes
@@ -418,6 +418,21 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "dtype") and not hasattr(value.dtype, "kind") and hasattr(value, "tolist"):
         return value.tolist()  # a tensor
     return str(value)
+
+
+def _with_lists(value: Any) -> Any:
+    """Return the fields of a model or dataclass, with sets and bytes in them as :func:`_as_json` converts
+    them.
+    """
+    if isinstance(value, BaseModel):
+        value = value.model_dump(by_alias=True)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _with_lists(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_lists(item) for item in value]
+    return _as_json(value) if isinstance(value, bytes | bytearray | set | frozenset | Iterator) else value
 
 
 def tool_class(function: Callable[..., Any]) -> type[FunctionTool]:

@@ -208,9 +208,9 @@ def imitate_experts(
     """
     settings = parts.settings
     tasks, steps, reasons = _expert_paths(parts, stage=stage, on_done=on_done)  # before all rollouts
-    if len(tasks) < (wanted := settings.cold_start.num_examples):
-        has = "demonstrations" if parts.demonstrations is not None else "training tasks"
-        note(f"cold start: there are {has} for {len(tasks)} of cold_start.num_examples = {wanted}")
+    if len(tasks) < (num := settings.cold_start.num_examples):
+        source = "demonstrations" if parts.demonstrations is not None else "training tasks"
+        note(f"cold start: there are {source} for {len(tasks)} of cold_start.num_examples = {num}")
     known = [task for task in tasks if steps.get(task.key)]
     stage("cold start: expert rollouts", len(known))
     traces = expert_rollouts(

@@ -132,12 +132,14 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
 def step_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None) -> Rounds:
     """Return the rounds of a training step; ``choice`` replaces the algorithm's choice of tasks."""
     order, cursor, own_choice = plan_step(parts, step=step, cursor=cursor, choice=choice)
+    has_help = find_help_hook(parts.algorithm) is not None
+    first = first_group(group_starts(parts.settings.train, parts.train_tasks), step) if has_help else 0
     return sample_rounds(
         order,
         cursor=cursor,
         choice=own_choice,
         modes=partial(parts.algorithm.modes_of, step),
-        with_help=partial(helped_modes, parts, step),
+        with_help=partial(helped_modes, parts, first),
         prepare=partial(prepare_round, parts, step),
     )
 
@@ -153,9 +155,10 @@ def prepare_round(
     return [*lost, *(parts.algorithm.prepare(tasks, modes, step=step, play=play) or ())]
 
 
-def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int) -> Sequence[str]:
-    """Return the modes of a group, marked if it is sampled with help. A group that replaces another one has
-    its number, so that the groups that are trained have exact shares.
+def helped_modes(parts: Components, first: int, modes: Sequence[str], group: int) -> Sequence[str]:
+    """Return the modes of a group, marked if it is sampled with help; ``first`` groups were sampled before
+    the step. A group that replaces another one has its number, so that the groups that are trained have exact
+    shares.
     """
     settings = parts.settings
     if (hook := find_help_hook(parts.algorithm)) is None:
@@ -163,7 +166,7 @@ def helped_modes(parts: Components, step: int, modes: Sequence[str], group: int)
     return with_helped_mode(
         modes,
         hook.settings,
-        group=first_group(group_starts(settings.train, parts.train_tasks), step) + group,
+        group=first + group,
         seed=settings.seed,
         has_tips=settings.algorithm.tip_memory is not None,
     )
@@ -173,8 +176,8 @@ def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> list[str]:
     """Let the experts solve tasks whose demonstrations are help (``algorithm.distill``), each task once per
     run. A task that the expert does not solve has none.
 
-    Returns the reasons of experts that failed. They are asked again when their task is sampled again, because
-    checkpoints do not contain the demonstrations and a resumed run asks, too.
+    Returns the reasons of experts that failed. They are requested again when their task is sampled again, as
+    in a resumed run: checkpoints do not contain the demonstrations.
     """
     hook = find_help_hook(parts.algorithm)
     if hook is None or "demonstration" not in hook.settings.help:
@@ -256,7 +259,7 @@ def sample_rounds(
             traces=report.traces,
             selected=report.traces,
             faults=report.faults + Counter(expert=len(lost)),
-            fault_reasons=(*lost, *report.fault_reasons),
+            fault_reasons=(*report.fault_reasons, *lost),
             num_extra_batches=0,
             cursor=cursor,  # nothing was drawn from the order of tasks
             loop_lag_s=report.loop_lag_s,
@@ -291,7 +294,7 @@ def sample_rounds(
         sampled = dict(zip(open_numbers, report.traces, strict=False))
         open_numbers = [number for number in open_numbers if id(sampled.get(number)) not in selected_ids]
         faults += report.faults + Counter(expert=len(lost))
-        reasons += [*lost, *report.fault_reasons]
+        reasons += [*report.fault_reasons, *lost]
         lags.append(report.loop_lag_s)
         num_batches += 1
     return SampledStep(

@@ -317,11 +317,12 @@ def check_buffer_calls(
     buffer: StepTraceBuffer, environment: EnvironmentSettings, note: Callable[[str], None]
 ) -> None:
     """Note that steps of a buffer, which a policy is to continue, contain calls that the environment cannot
-    parse or whose tools it lacks. Looks at ``_CHECKED_STEPS`` steps that are drawn at random.
+    parse or whose tools it lacks. Looks at the steps of ``_CHECKED_STEPS`` random draws.
     """
     generator = np.random.default_rng(0)
-    drawn = [buffer.sample(StepFilter(), generator) for _ in range(min(len(buffer), _CHECKED_STEPS))]
-    called = [_native_call_names(record.text) for record in drawn if record is not None]
+    drawn = [buffer.sample(StepFilter(), generator) for _ in range(_CHECKED_STEPS)]
+    texts = {record.step_id: record.text for record in drawn if record is not None}
+    called = [_native_call_names(text) for text in texts.values()]
     names = environment.tool_names()
     of_steps = f"of {plural(len(called), 'step')} that were drawn from {buffer.path}"
     if environment.call_format is None:

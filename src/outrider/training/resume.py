@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 BUFFER: Final = "step-trace buffer"
 _HEX: Final = re.compile(r"[0-9a-f]*")
 # another version of transformers may write them in another way
+_COMMANDS: Final = ("command", "args")  # settings with words of a command
 _VERSIONED_INPUTS: Final = {"tokenizer", "model configuration"}
 
 
@@ -120,8 +121,8 @@ def check_inputs(
     other_versions: bool,
     allow_changed_plugins: bool = False,
 ) -> list[str]:
-    """Return lines about differences that may come from other package versions, or are in a plug-in's code
-    if ``allow_changed_plugins``.
+    """Return lines about differences that may come from other package versions, are in the files of a
+    command, or are in a plug-in's code if ``allow_changed_plugins``.
 
     Raises CheckpointError for any other difference. Inputs that an earlier version did not record are not
     compared.
@@ -129,7 +130,9 @@ def check_inputs(
     changed = [name for name, digest in now.items() if recorded.get(name, digest) != digest]
     version_changes = [name for name in changed if other_versions and name in _VERSIONED_INPUTS]
     plugin_changes = [name for name in changed if name.startswith(PREFIX)]
-    accepted = [*version_changes, *(plugin_changes if allow_changed_plugins else ())]
+    # a program may also write the files that its command names
+    command_changes = [name for name in changed if any(f".{key}." in name for key in _COMMANDS)]
+    accepted = [*version_changes, *command_changes, *(plugin_changes if allow_changed_plugins else ())]
     if refused := [name for name in changed if name not in accepted]:
         advice = (
             "put the data back"
@@ -146,6 +149,10 @@ def check_inputs(
             "or begin a new run with model.initial_checkpoint"
         )
     lines = [f"OTHER {name.upper()}, perhaps because of the other versions" for name in version_changes]
+    lines += [
+        f"OTHER FILE {name}; the run continues, but may not reproduce the same bits"
+        for name in command_changes
+    ]
     return lines + [
         f"OTHER CODE of the {name}; the run continues, but may not reproduce the same bits"
         for name in plugin_changes
@@ -188,8 +195,8 @@ def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, P
         inner: Iterable[tuple[str, Any]] = ()
         if isinstance(value, Path):
             yield name, value
-        elif name in {"command", "args"}:
-            words = [value] if isinstance(value, str) else value or ()
+        elif name in _COMMANDS and isinstance(value, str | list | tuple):
+            words = [value] if isinstance(value, str) else value
             yield from ((f"{name}.{word}", Path(word)) for word in words if _is_script(word))
         elif isinstance(value, Settings) and not getattr(value, "makes_tasks", False):
             inner = value
@@ -198,11 +205,13 @@ def settings_files(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, P
         yield from ((f"{name}.{key}", path) for key, path in settings_files(inner))
 
 
-def _is_script(word: str) -> bool:
+def _is_script(word: Any) -> bool:
     try:
+        if not isinstance(word, str) or not Path(word).is_file():
+            return False
         with Path(word).open("rb") as stream:
             return b"\0" not in stream.read(1024)
-    except (OSError, ValueError):  # no file, or no possible name of one
+    except (OSError, ValueError):  # no possible name of a file, or no right to read it
         return False
 
 
@@ -310,7 +319,7 @@ def _software() -> dict[str, str]:
         "transformers": transformers.__version__,
         "numpy": np.__version__,
     }
-    installed = {one: found for one in _PACKAGES if (found := _installed_version(one)) is not None}
+    installed = {name: text for name in _PACKAGES if (text := _installed_version(name)) is not None}
     libraries = {name: _search_version(pattern, built) for name, pattern in _LIBRARIES.items()}
     return packages | installed | libraries
 

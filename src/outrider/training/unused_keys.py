@@ -3,10 +3,12 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from pydantic import BaseModel
 
+from outrider.plugins.registry import BUILT_IN
 from outrider.training.settings import RunSettings
 
 
@@ -22,34 +24,41 @@ class Need(NamedTuple):
 
 def unused_keys(run: RunSettings) -> list[str]:
     """Return a line per reason, with the keys that have no effect and are neither at their default nor at the
-    value of a preset.
+    value of a preset. Sections of plug-ins, which may have keys of the same names, are left out.
     """
-    unmet = [need for need in NEEDS if not need.is_met(run)]
-    found: dict[str, list[str]] = {}
+    own = {name for name in ("algorithm", "environment") if not _is_built_in(type(getattr(run, name)))}
+    unmet = [need for need in NEEDS if need.keys.partition("\\")[0] not in own and not need.is_met(run)]
+    keys_by_reason: dict[str, list[str]] = {}
     for key in _changed_keys(run, None) if unmet else ():
         need = next((need for need in unmet if re.fullmatch(need.keys, key)), None)
         if need is not None:
-            found.setdefault(need.reason, []).append(key)
-    return [f"NO EFFECT: {', '.join(keys)}: {reason}" for reason, keys in found.items()]
+            keys_by_reason.setdefault(need.reason, []).append(key)
+    return [f"NO EFFECT: {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
+
+
+def _is_built_in(section: type) -> bool:
+    return section.__module__.startswith("outrider.")
 
 
 def _changed_keys(section: Any, like: Any, above: str = "") -> Iterator[str]:
     """Yield the dotted keys of a section whose values differ from ``like``: the section's default or the
     values of a preset above it. None: from the defaults of its fields.
     """
+    if not _is_built_in(type(section)):
+        return
+    defaults: dict[str, Any]
     if is_dataclass(section):
         defaults = {field.name: field.default for field in fields(section)}
         names, preset = list(defaults), {}
     else:
-        kind = type(section)
-        names = list(kind.model_fields)
+        model = type(section)
+        names = list(model.model_fields)
         defaults = {
-            name: field.get_default(call_default_factory=True) for name, field in kind.model_fields.items()
+            name: field.get_default(call_default_factory=True) for name, field in model.model_fields.items()
         }
-        preset = getattr(kind, "presets", {}).get(getattr(section, "preset", None), {})
+        preset = getattr(model, "presets", {}).get(getattr(section, "preset", None), {})
     if like is not None:
-        given = like if isinstance(like, Mapping) else {name: getattr(like, name) for name in names}
-        defaults |= given
+        defaults |= like if isinstance(like, Mapping) else {name: getattr(like, name) for name in names}
     defaults |= preset
     for name in names:
         value, default = getattr(section, name), defaults.get(name)
@@ -80,40 +89,39 @@ def _part(name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], An
     return check
 
 
-def _algorithm(name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], Any]:
-    """Whether the algorithm lacks a setting, or its value meets the condition."""
+def _setting(section: str, name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], Any]:
+    """Whether the section lacks a setting, or its value meets the condition."""
 
     def check(run: RunSettings) -> Any:
-        value = _option(run, "algorithm", name, None)
+        value = _option(run, section, name, None)
         return value is None or is_met(value)
 
     return check
 
 
-def _environment(name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], Any]:
-    """Whether the environment lacks a setting, or its value meets the condition."""
-
-    def check(run: RunSettings) -> Any:
-        value = _option(run, "environment", name, None)
-        return value is None or is_met(value)
-
-    return check
+_algorithm = partial(_setting, "algorithm")
+_environment = partial(_setting, "environment")
 
 
 def _has_tool(*names: str) -> Callable[[RunSettings], bool]:
-    """Whether an environment with a list of tools has one of these, or one that is not built in."""
+    """Whether an environment with a list of tools has one of these, or a plug-in, which may read all of its
+    settings.
+    """
 
     def check(run: RunSettings) -> bool:
         tools = _option(run, "environment", "tools", None)
-        entries = [] if tools is None else [one if isinstance(one, str) else str(one.type) for one in tools]
-        return tools is None or any(one in names or ":" in one for one in entries)
+        entries = [] if tools is None else [getattr(tool, "type", tool) for tool in tools]
+        return tools is None or any(name in names or name not in BUILT_IN["tools"] for name in entries)
 
     return check
 
 
-def _trains_without_tips(run: RunSettings) -> bool:
-    tips = _parts(run, "tips")
-    return tips is not None and tips.memory_probability * tips.off_policy_probability > 0
+def _has_other_denominator(run: RunSettings) -> bool:
+    """Whether rollouts are trained in another context than they were sampled in: without tips or help."""
+    tips, distill = _parts(run, "tips"), run.algorithm.distill
+    return (tips is not None and tips.memory_probability * tips.off_policy_probability > 0) or (
+        distill is not None and distill.plays != "unhelped" and distill.pairs == "none"
+    )
 
 
 def _clips(run: RunSettings) -> bool:
@@ -122,7 +130,7 @@ def _clips(run: RunSettings) -> bool:
     several = update.num_epochs > 1 or update.num_mini_batches > 1 or update.mini_batch_samples is not None
     is_shaped = reward is not None and reward.ratio_weight > 0 and run.algorithm.retrieves
     is_late = run.cluster.max_staleness > 0
-    return several or is_shaped or is_late or _trains_without_tips(run) or run.algorithm.loss.type != "clip"
+    return several or is_shaped or is_late or _has_other_denominator(run) or run.algorithm.loss.type != "clip"
 
 
 def _forks(run: RunSettings) -> bool:
@@ -202,7 +210,7 @@ NEEDS: Final[Sequence[Need]] = (
     ),
     Need(
         r"algorithm\.(old_context|student_mask|min_probability)",
-        _trains_without_tips,
+        _has_other_denominator,
         "no group is sampled with tips and trained without (memory_probability, off_policy_probability)",
     ),
     Need(
@@ -279,6 +287,7 @@ NEEDS: Final[Sequence[Need]] = (
         lambda run: (
             _part("tips", lambda part: part.memory_probability > 0)(run)
             or _option(run, "algorithm", "has_tips_as_help", False)
+            or (run.cold_start.num_examples and run.cold_start.tip_share)
         ),
         "memory_probability is 0, so no rollout is shown a tip",
     ),

@@ -209,9 +209,9 @@ def _plain(value: Any) -> float | str:
 def _key(row: Row, column: str) -> str:
     """Return the key of a row. Raises DataError if it is neither text nor an integer."""
     value = row.get(column)
-    if isinstance(value, float) and value.is_integer():  # integers of a column with missing values
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+    if isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value):
+        value = int(value)  # of a column with missing values, or a decimal
+    if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise DataError(
             f"{row.location}: the key in column {column!r} must be text or an integer, got {value!r}"[:300]
         )
