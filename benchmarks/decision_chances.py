@@ -28,10 +28,11 @@ from outrider.algorithms.exploration import RapoSettings
 from outrider.algorithms.retrieval import scheduled_probability
 from outrider.config import load_settings
 from outrider.environments.base import make_task_set, split_tasks
+from outrider.rollout.hooks import HYBRID
 from outrider.training.experts import request_expert_paths
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Step
-from outrider.viewer.records import TraceReader, TraceRow
+from outrider.viewer.records import TraceReader, TraceRow, parse_metadata
 
 
 @dataclass(slots=True)
@@ -79,9 +80,11 @@ class Counts:
         return tuple(right / max(tried, 1) for right, tried in zip(self.right, self.tried, strict=True))
 
 
-def count(runs: Sequence[Path], step: int, *, is_strict: bool = True) -> dict[int, Counts]:
+def count(
+    runs: Sequence[Path], step: int, *, is_strict: bool = True, mode: str | None = None
+) -> dict[int, Counts]:
     """Count the rollouts of a training step of several runs: all together (key 0), or if they are not strict
-    by the number of the task's decisions.
+    by the number of the task's decisions. ``mode``: only rollouts of this mode.
     """
     counts: dict[int, Counts] = {}
     for run in runs:
@@ -92,6 +95,8 @@ def count(runs: Sequence[Path], step: int, *, is_strict: bool = True) -> dict[in
         tasks = [task for task in split_tasks(task_set, "train") if task.key in keys]
         experts, _ = request_expert_paths(task_set, tasks, settings, training_step=step)
         for path in rollout_paths(rows):
+            if mode is not None and parse_metadata(path[-1]).get("mode") != mode:
+                continue
             if (expert := experts[path[-1].task_key]) is not None:
                 key = 0 if is_strict else len(expert)
                 counts.setdefault(key, Counts()).add(path, expert, is_strict=is_strict)
@@ -156,7 +161,8 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--harmless", action="store_true", help="a wrong turn only costs a turn")
     given = parser.parse_args()
-    own, hybrid = (count(runs, given.step, is_strict=not given.harmless) for runs in (given.grpo, given.rapo))
+    own = count(given.grpo, given.step, is_strict=not given.harmless)
+    hybrid = count(given.rapo, given.step, is_strict=not given.harmless, mode=HYBRID)
     probability = retrieval_probability(given.rapo[0], given.step)
     if given.harmless:
         settings = load_settings(RunSettings, file=given.rapo[0] / "config.toml")

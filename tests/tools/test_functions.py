@@ -701,7 +701,7 @@ class Nameless:
         ({"out": b"\xff"}, '{"out": "\ufffd"}'),
         (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
     ],
-    ids=str,
+    ids=["set", "frozenset", "bytes", "nested", "dataclass", "model", "tensor"],
 )
 def test_results_that_json_lacks_have_one_text(result: object, text: str) -> None:
     def get() -> object:
@@ -711,7 +711,11 @@ def test_results_that_json_lacks_have_one_text(result: object, text: str) -> Non
     assert tool(get).run_call({}).text == text
 
 
-@pytest.mark.parametrize("result", [(one for one in "ab"), Nameless(), [Nameless()], iter([1])], ids=repr)
+@pytest.mark.parametrize(
+    "result",
+    [(one for one in "ab"), Nameless(), [Nameless()], iter([1])],
+    ids=["generator", "object", "list", "iterator"],
+)
 def test_results_without_a_text_are_failed_calls(result: object) -> None:
     def get() -> object:
         """Get it."""
