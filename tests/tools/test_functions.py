@@ -694,14 +694,15 @@ class Nameless:
     ("result", "text"),
     [
         ({"a", "c", "b"}, '["a", "b", "c"]'),
-        ({"kinds": frozenset({2, 10})}, '{"kinds": [10, 2]}'),
+        ({"kinds": frozenset({2, 10})}, '{"kinds": [2, 10]}'),
+        ({2, "b", None}, '[null, 2, "b"]'),
         (b"Z\xc3\xbcrich\n", "Zürich\n"),
         (Tagged(tags={"b", "a", "c"}, raw=b"\xff"), '{"tags": ["a", "b", "c"], "raw": "\ufffd"}'),
         (Model(tags={"b", "a", "c"}), '{"tags": ["a", "b", "c"], "day": "2020-01-01"}'),
         ({"out": b"\xff"}, '{"out": "\ufffd"}'),
         (torch.tensor([1.5, 2.0]), "[1.5, 2.0]"),
     ],
-    ids=["set", "frozenset", "bytes", "nested", "dataclass", "model", "tensor"],
+    ids=["set", "frozenset", "mixed", "bytes", "dataclass", "model", "nested", "tensor"],
 )
 def test_results_that_json_lacks_have_one_text(result: object, text: str) -> None:
     def get() -> object:

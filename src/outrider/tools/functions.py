@@ -410,7 +410,10 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, bytes | bytearray):
         return value.decode(errors="replace")
     if isinstance(value, set | frozenset):  # the order of a set differs between processes
-        return sorted(value, key=lambda one: (type(one).__name__, str(one)))
+        try:
+            return sorted(value)
+        except TypeError:  # of several kinds
+            return sorted(value, key=lambda item: (type(item).__name__, str(item)))
     kind: Any = type(value)
     has_no_text = kind.__repr__ is object.__repr__ and kind.__str__ is object.__str__
     if isinstance(value, Iterator) or has_no_text:
