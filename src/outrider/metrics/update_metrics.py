@@ -293,7 +293,8 @@ UPDATE_METRICS: Final[tuple[Metric, ...]] = (
          "share of the tokens trained without their tips that the student's mask removes", {"high": 0.2},
          "min_probability"),
         ("num_off_tokens", "tokens",
-         "tokens trained without their tips, of rollouts with an advantage, summed over epochs", "above 0",
+         "tokens trained without their tips, of rollouts with an advantage, summed over epochs",
+         "grows with off_policy_probability",
          "tips/num_groups_tips_off"),
     ),
     *group(
