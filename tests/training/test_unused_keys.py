@@ -64,7 +64,7 @@ def test_a_key_without_effect_is_named(
     if "gate_beta" in overrides[-1]:
         key = "algorithm.distill.gate_beta"
     found = lines(*overrides, algorithm=algorithm, environment=environment)
-    assert [line for line in found if line.startswith(f"NO EFFECT: {key}: {reason}")] == found, found
+    assert [line for line in found if line.startswith(f"No effect: {key}: {reason}")] == found, found
     assert len(found) == 1
 
 
@@ -99,7 +99,7 @@ def test_rollouts_that_are_trained_in_another_context_have_ratios() -> None:
     tips = ("algorithm.memory_probability=0", "algorithm.memory.writer=environment")
     shown = ("cold_start.num_examples=4", "cold_start.tip_share=0.5")
     assert lines(*tips, algorithm="empo2") == [
-        "NO EFFECT: algorithm.memory.writer: memory_probability is 0, so no rollout is shown a tip"
+        "No effect: algorithm.memory.writer: memory_probability is 0, so no rollout is shown a tip"
     ]
     assert lines(*tips, *shown, algorithm="empo2") == []
 
@@ -154,10 +154,10 @@ def test_a_variable_that_the_chat_template_lacks_is_named(tmp_path: Path) -> Non
         model = settings.model.model_copy(update={"template_kwargs": kwargs})
         with suppress(ModelError):  # of a template whose messages are a number
             make_checked_renderer(tokenizer, model, settings.environment, note=notes.append)
-        found = [note for note in notes if note.startswith("NO EFFECT")]
+        found = [note for note in notes if note.startswith("No effect")]
         assert (
             found
-            == ["NO EFFECT: model.template_kwargs.enable_thinkng: the chat template does not contain it"][
+            == ["No effect: model.template_kwargs.enable_thinkng: the chat template does not contain it"][
                 :lines
             ]
         )
@@ -165,7 +165,7 @@ def test_a_variable_that_the_chat_template_lacks_is_named(tmp_path: Path) -> Non
 
 def test_a_dry_run_and_a_run_report_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_tool_run(tmp_path / "data")
-    line = "NO EFFECT: algorithm.kl_estimator: algorithm.kl_weight is 0"
+    line = "No effect: algorithm.kl_estimator: algorithm.kl_weight is 0"
     assert main(["train", str(recipe), "--dry-run", "algorithm.kl_estimator=k3"]) == 0
     assert f"# {line}" in capsys.readouterr().out
     run = train(recipe, tmp_path / "run", "algorithm.kl_estimator=k3", "train.num_steps=1")

@@ -480,7 +480,7 @@ def make_checked_renderer(
     words = set(re.findall(r"\w+", str(getattr(tokenizer, "chat_template", ""))))
     if unknown := [name for name in model.template_kwargs if name not in words]:
         keys = ", ".join(f"model.template_kwargs.{name}" for name in unknown)
-        note(f"NO EFFECT: {keys}: the chat template does not contain {'them' if unknown[1:] else 'it'}")
+        note(f"No effect: {keys}: the chat template does not contain {'them' if unknown[1:] else 'it'}")
     if not renderer.supports_system:
         note("the chat template has no system message: a prompt's goes in front of its first user message")
     for line in report.notes():

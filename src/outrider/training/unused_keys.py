@@ -33,7 +33,7 @@ def unused_keys(run: RunSettings) -> list[str]:
         need = next((need for need in unmet if re.fullmatch(need.keys, key)), None)
         if need is not None:
             keys_by_reason.setdefault(need.reason, []).append(key)
-    return [f"NO EFFECT: {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
+    return [f"No effect: {', '.join(keys)}: {reason}" for reason, keys in keys_by_reason.items()]
 
 
 def _is_built_in(section: type) -> bool:
