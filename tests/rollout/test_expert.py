@@ -124,3 +124,13 @@ def test_a_rollout_whose_last_action_has_no_text_is_not_a_trajectory(ends: bool)
     assert trace.leaves[0].outcome is (Outcome.FINISHED if ends else Outcome.TRUNCATED_TOKENS)
     assert trace.nodes[-1].metadata["attempted"] == ["take"]
     assert to_trajectory(trace, 0, agent="self", trajectory_id="x") is None
+
+
+def test_a_rollout_with_a_step_that_was_only_shown_is_not_a_trajectory() -> None:
+    """Without that step it looks shorter than the complete trajectory, which it would displace in a buffer."""
+    trace, node = next(
+        (trace, node) for trace in shop(0.5) for node in trace.nodes if node.origin is Origin.BUFFER
+    )
+    assert to_trajectory(trace, 0, agent="self", trajectory_id="x") is not None
+    del node.metadata["action"]  # as of a step that was only shown
+    assert to_trajectory(trace, 0, agent="self", trajectory_id="x") is None
