@@ -127,7 +127,7 @@ def test_a_rollout_whose_last_action_has_no_text_is_not_a_trajectory(ends: bool)
 
 
 def test_a_rollout_with_a_step_that_was_only_shown_is_not_a_trajectory() -> None:
-    """Without that step it looks shorter than the complete trajectory, which it would displace in a buffer."""
+    """Without that step it looks shorter than the complete trajectory, which it would displace."""
     trace, node = next(
         (trace, node) for trace in shop(0.5) for node in trace.nodes if node.origin is Origin.BUFFER
     )
