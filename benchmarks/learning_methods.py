@@ -237,6 +237,7 @@ def factbook_methods(
     mine: dict[str, Json] = dict(own or {})
     halved: dict[str, Json] = {"type": "rapo", "num_hybrid": group_size // 2}
     rapo = mine if mine.get("type") == "rapo" else halved
+    retrieval = dict(rapo.get("retrieval", {}))  # type: ignore[arg-type]
     fork: dict[str, Json] = {"type": "arpo", "first_wave": group_size // 2}
     # Tips of all questions: a run is too short to see a question twice, and its own tips would never be read.
     tips: dict[str, Json] = {"scope": "all", "rank": "similarity"}
@@ -272,6 +273,18 @@ def factbook_methods(
             key="dapo", name="DAPO", algorithm={"type": "grpo", "preset": "dapo-paper"}, own_objective=True
         ),
         Method(key="luffy", name="LUFFY", algorithm={"type": "luffy"}, own_objective=True),
+        Method(
+            key="rapo-others",
+            name="RAPO, experts of other tasks",
+            algorithm=rapo | {"retrieval": {**retrieval, "scope": "other_tasks"}},
+        ),
+        Method(
+            key="rapo-noise-25",
+            name="RAPO, noise 0.25",
+            algorithm=rapo | {"retrieval": {**retrieval, "noise": 0.25}},
+        ),
+        # A run is too short to see a task twice, so its first guided group has a prefix, too.
+        Method(key="prefix", name="expert prefixes", algorithm={"type": "grpo", "prefix": {"start": 0.5}}),
     )
 
 
