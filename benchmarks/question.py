@@ -220,6 +220,9 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
     calls = {
         one.key: {seed: run_calls(plan.folder(one, seed), question.levels) for seed in seeds} for one in pair
     }
+    has_calls = any(
+        number for by_seed in calls.values() for one in by_seed.values() for number in one.values()
+    )
     if question.measure == "calls":
         [level] = question.levels
         fewer, more, p = sign_test(
@@ -252,7 +255,7 @@ def report(question: Question, plan: Plan, *, name: str, records: Path) -> tuple
         f"{method.name} minus {baseline.name}, {compared}: {value}{unit}"
         + (f" [{low}, {high}]" if difference.has_interval else "")
         + f"{tests if is_verdict else ''}.",
-        *(_calls(question, calls, pair, is_verdict=is_verdict) if question.levels else []),
+        *(_calls(question, calls, pair, is_verdict=is_verdict) if has_calls else []),
         seconds_table(question, plan, by_key),
         "\n".join(f"- {note}" for note in [
             *factbook_notes(pair, comparison), f"commit of the runs: {', '.join(commits) or 'unknown'}"

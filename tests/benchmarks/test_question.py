@@ -188,6 +188,7 @@ def test_a_question_about_calls_tests_calls(
         status == 0
         and f"Verdict: **{verdict}** of RAPO against GRPO in tool calls to a reward of 0.2." in text
     )
+    assert "Calls until 0.2: RAPO needs fewer on" in text
     records.write_text(records.read_text().replace("levels = [0.2]", "levels = [0.2, 0.3]"))
     assert main(["Q", "--out", str(tmp_path / "out"), "--verdict", "--records", str(records)]) == 2
     assert "one level" in capsys.readouterr().err
@@ -198,7 +199,7 @@ def test_ten_finished_seeds_have_a_verdict(folder: Path, capsys: pytest.CaptureF
     assert status == 0 and "Verdict: **win** of RAPO against GRPO." in text
     assert "RAPO minus GRPO" in text and "all tests name the same winner" in text
     assert "Dr. GRPO" not in text.partition("Processor seconds")[0]
-    assert "Calls until 0.2: RAPO needs fewer on 0 seeds and more on 0" in text
+    assert "Calls until" not in text  # no run has tool calls
 
 
 def test_fewer_than_ten_seeds_are_a_sketch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,25 +96,26 @@ def test_a_cold_start_imitates_a_file_of_trajectories(
     records[1]["messages"][1]["content"] = "<search> </search>"  # refused, and the next search succeeds
     shown.write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [
-        "cold_start.num_examples=4", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}",
+        "cold_start.num_examples=9", "cold_start.batch_size=2", f"cold_start.demonstrations={shown}",
         "train.num_steps=1", "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.every=0",
     ]  # fmt: skip
     run = tmp_path / "run"
     monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves the ~ in --run=~/run
     assert main(["train", str(recipe), "--run=~/run", "--progress", "plain", *overrides]) == 0
     output = capsys.readouterr().out
-    assert "cold start: 3 of 4 expert rollouts solved their task" in output
+    assert "cold start: there are demonstrations for 5 of cold_start.num_examples = 9" in output
+    assert "cold start: 4 of 5 expert rollouts solved their task" in output
     assert "in 1 of these rollouts a tool call failed, and they are imitated anyway" in output
     # its record claims the reward of a right answer
     claims = [line for line in output.splitlines() if "replay to another return" in line]
-    assert len(claims) == 1 and "cold start: 1 of 4 demonstrations" in claims[0]
+    assert len(claims) == 1 and "cold start: 1 of 5 demonstrations" in claims[0]
     assert "(tasks-1: 1 claimed, 0 replayed)" in claims[0]
-    assert "cold start: expert rollouts: start, 4 to do" in output
+    assert "cold start: expert rollouts: start, 5 to do" in output
     assert "cold start: fine-tuned, optimizer steps: 2, loss " in output
     # Not "evaluate after", and not "evaluate of FOLDER"
     assert "evaluation after cold start: start" in output
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [one["sft/num_examples"] for one in written if one["kind"] == "sft"] == [2.0, 1.0]
+    assert [one["sft/num_examples"] for one in written if one["kind"] == "sft"] == [2.0, 2.0]
     shutil.rmtree(run / "checkpoints" / "step-000001")  # what is finished is not looked at
     shown.write_text(shown.read_text() + "\n")
     with pytest.raises(CheckpointError, match=r"not what this run began with: cold_start\.demonstrations"):
