@@ -43,7 +43,7 @@ from benchmarks.learning_tables import (
 from benchmarks.markdown_table import MethodTable, markdown
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import compare
-from outrider.evaluation.statistics import ALPHA, Estimate, mcnemar_p, student_interval, student_p
+from outrider.evaluation.statistics import ALPHA, DECIMALS, Estimate, mcnemar_p, student_interval, student_p
 from outrider.files import replace_file
 from outrider.training.resume import read_commit
 
@@ -276,14 +276,15 @@ def outcome(winner: str | None, difference: Estimate, *, method: str) -> str:
 
 def paired_difference(differences: Sequence[float]) -> tuple[Estimate, float]:
     """Return the mean of differences with its 95 % interval, and the two-sided p, by Student's paired t test;
-    fewer than two have neither.
+    fewer than two have neither. If all are equal, p is that of the test over their signs.
     """
+    differences = [round(difference, DECIMALS) for difference in differences]
     estimate = student_interval(differences)
     if not estimate.has_interval:
         return estimate, 1.0
     error = stdev(differences) / math.sqrt(len(differences))
     if not error:
-        return estimate, 0.0 if estimate.value else 1.0
+        return estimate, 2.0 ** (1 - len(differences)) if estimate.value else 1.0
     return estimate, student_p(estimate.value / error, len(differences) - 1)
 
 

@@ -159,7 +159,10 @@ ARCHITECTURES: Final = (
     ),
     Architecture(title="OLMo 2", model_type="olmo2"),
     Architecture(title="Granite", model_type="granite", settings={"logits_scaling": 8.0}),
-    Architecture(title="Cohere 2", model_type="cohere2", settings=_MIXED),
+    Architecture(title="Cohere 2", model_type="cohere2", settings={**_MIXED, "sliding_window": _WINDOW}),
+    Architecture(
+        title="Cohere 2 behind its window", model_type="cohere2", settings=_MIXED, forward="unpacked"
+    ),
     Architecture(
         title="Falcon-H1", model_type="falcon_h1",
         settings={"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_d_head": 8},

@@ -122,7 +122,9 @@ def test_a_paired_difference_has_the_interval_and_p_of_student() -> None:
     assert (found.value, found.low, found.high, p) == pytest.approx(
         (0.17, -0.11986937903429354, 0.4598693790342936, 0.17879118170584296), abs=1e-9
     )
-    assert paired_difference([0.25, 0.25, 0.25])[1] == 0.0 and paired_difference([0.0, 0.0])[1] == 1.0
+    # all equal: the share of the 8 assignments of signs that are as unequal
+    assert paired_difference([0.25, 0.25, 0.25])[1] == 0.25 and paired_difference([0.0, 0.0])[1] == 1.0
+    assert paired_difference([0.1 + 0.2 - 0.3] * 3)[1] == 1.0
     assert not paired_difference([0.5])[0].has_interval
     five, _ = paired_difference([1.0, 2.0, 3.0, 4.0, 5.0])
     assert five.high - 3.0 == pytest.approx(2.7764 * math.sqrt(2.5 / 5), rel=1e-4)

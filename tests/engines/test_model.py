@@ -80,9 +80,14 @@ def test_a_soft_cap_is_not_packed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_logits_that_are_scaled_behind_the_head_are_not_packed(precision: Precision, tmp_path: Path) -> None:
+def test_logits_with_a_known_factor_are_packed_and_others_are_not(
+    precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path, GraniteConfig(**SIZES, logits_scaling=8.0))
-    check_unpacked(folder, "changes its logits", precision=precision)
+    assert load_model(folder, precision=precision).unpacked is None
+    monkeypatch.setattr("outrider.engines.local.attention.logit_factor", lambda config: 1.0)
+    loaded = check_unpacked(folder, "changes its logits", precision=precision)
+    assert loaded.unpacked is not None and not loaded.unpacked.has_plain_head
 
 
 def test_attention_that_our_own_leaves_something_out_of_is_not_packed(

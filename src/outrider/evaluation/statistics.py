@@ -357,8 +357,8 @@ def seeds_p(first: Sample, second: Sample) -> float:
 
     This is the only test of whether the difference would persist with other seeds; Colas et al. 2018 (arXiv
     1806.08295) recommend it for learning algorithms. If the variance is zero on both sides, p is that of a
-    permutation test instead, the share of assignments of runs to sides that are as unequal:
-    2 / C(n + k, n). Raises ValueError for fewer than two runs per side.
+    permutation test instead: 2 / C(n + k, n), twice the share of assignments of runs to sides that are as
+    unequal in the same direction. Raises ValueError for fewer than two runs per side.
     """
     sizes = [first.num_runs, second.num_runs]
     if min(sizes) < 2:
@@ -374,7 +374,7 @@ def seeds_p(first: Sample, second: Sample) -> float:
 
 def student_p(t: float, freedom: float) -> float:
     """Two-sided tail probability of ``t`` under Student's distribution with ``freedom`` degrees of freedom
-    (at least 1).
+    (1 to 10,000: the quadrature is not exact beyond).
 
     With t = sqrt(freedom) tan(angle) the density is a power of the cosine, so the tail is an integral over
     angles (Gauss-Legendre).

@@ -28,7 +28,14 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from outrider.algorithms.distill_losses import divergence_per_token
-from outrider.engines.local.attention import LEAST_HEAD_SIZE, FlexPlan, Plan, Segment, TreePlan
+from outrider.engines.local.attention import (
+    LEAST_HEAD_SIZE,
+    FlexPlan,
+    Plan,
+    Segment,
+    TreePlan,
+    hidden_states,
+)
 from outrider.engines.local.cpu_kernels import (
     gradient_of_rows,
     gradient_of_weight,
@@ -340,10 +347,7 @@ class Scoring(nn.Module):
         ``trains_entropy``, and the results for ``support``. ``predictors_U`` index the packed position whose
         output predicts each token.
         """
-        backbone: Any = self.model.base_model
-        states = backbone(
-            input_ids=ids_N[None], position_ids=positions_N[None], use_cache=False, plan=plan
-        ).last_hidden_state
+        states = hidden_states(self.model, ids_N[None], positions_N[None], plan)
         head = self.model.get_output_embeddings()
         assert isinstance(head, nn.Module)
         hidden_UE = states[0, predictors_U]

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from outrider.engines.local.processor import read_processor
@@ -563,6 +563,32 @@ def _forward(
         raise ModelError("attention has values of another size than its keys")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return plan.attend(module, query, key, value, scale), None
+
+
+def hidden_states(
+    model: PreTrainedModel, ids_BN: Tensor, positions_BN: Tensor, plan: Plan | None = None
+) -> Tensor:
+    """Return the last hidden states [B, N, E], multiplied by :func:`logit_factor`, so that their vocabulary
+    projection gives the logits. Attention follows ``plan``; without one it is that of transformers.
+    """
+    backbone: Any = model.base_model
+    options = {} if plan is None else {"plan": plan}
+    states: Tensor = backbone(
+        input_ids=ids_BN, position_ids=positions_BN, use_cache=False, **options
+    ).last_hidden_state
+    factor = logit_factor(model.config)
+    return states if factor == 1 else states * factor
+
+
+def logit_factor(config: PreTrainedConfig) -> float:
+    """Return the number with which a model multiplies the output of its vocabulary projection. Granite is the
+    only family that divides. A model that does something else is found when it is loaded.
+    """
+    text = config.get_text_config()
+    for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):  # Cohere, Falcon-H1, Granite
+        if factor := getattr(text, name, None):
+            return 1 / float(factor) if text.model_type.startswith("granite") else float(factor)
+    return 1.0
 
 
 def register() -> None:

@@ -38,6 +38,7 @@ from outrider.engines.local.attention import (
     Segment,
     SlotCache,
     TreePlan,
+    hidden_states,
     register,
 )
 from outrider.engines.local.cpu_kernels import fuse
@@ -101,18 +102,14 @@ class LanguageModel:
         return module
 
     def hidden(self, ids: Tensor, positions: Tensor, plan: Plan) -> Tensor:
-        """Last hidden states [B, N, E] for ids and positions [B, N]; attention follows ``plan``.
+        """Last hidden states [B, N, E] for ids and positions [B, N], whose vocabulary projection gives the
+        logits; attention follows ``plan``.
 
         Raises ModelError for an unpacked model, which would ignore the plan.
         """
         if self.unpacked is not None:
             raise ModelError(f"this model does not run packed: {self.unpacked.why}")
-        backbone: Any = self.model.base_model
-        output = backbone(
-            input_ids=ids.to(self.device), position_ids=positions.to(self.device), use_cache=False, plan=plan
-        )
-        states: Tensor = output.last_hidden_state
-        return states
+        return hidden_states(self.model, ids.to(self.device), positions.to(self.device), plan)
 
     def logits(self, ids_N: Tensor, positions_N: Tensor, plan: Plan) -> Tensor:
         """Return [N, V] for one packed row."""
@@ -339,7 +336,7 @@ def _choose_path(loaded: LanguageModel, name: str, forward: Forward) -> Language
 def _not_packed(loaded: LanguageModel) -> str:
     """Return why the packed path would not compute the same as transformers; "" if it does.
 
-    Some models scale or cap logits after the head (engine and trainer would agree on wrong numbers), some
+    Some models cap logits after the head (engine and trainer would agree on wrong numbers), some
     have layers that ignore the plan and carry state from token to token (one sequence would see another one,
     and a decoding step nothing).
     """
@@ -387,7 +384,9 @@ def turn_ends(
 
 @torch.no_grad()
 def _changes_logits(loaded: LanguageModel, ids: Tensor) -> bool:
-    """Whether the model does more to its logits than the vocabulary projection, on 8 token ids."""
+    """Whether the model does more to its logits than the vocabulary projection and a known factor, on 8 token
+    ids.
+    """
     positions, plan = torch.arange(8), TreePlan(segments=(Segment(length=8),))
     ours = loaded.logits(ids, positions, plan).float()
     model: Any = loaded.model

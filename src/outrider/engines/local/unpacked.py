@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from outrider.engines.local.attention import TreePlan
+from outrider.engines.local.attention import TreePlan, hidden_states
 from outrider.errors import ModelError
 
 _LOG = logging.getLogger(__name__)
@@ -103,11 +103,7 @@ def compute_logits(model: PreTrainedModel, ids_BN: Tensor, rows_K: Tensor, posit
 
 def compute_hidden(model: PreTrainedModel, ids_BN: Tensor, rows_K: Tensor, positions_K: Tensor) -> Tensor:
     """Return the last hidden states [K, E] at these positions of these rows."""
-    backbone: Any = model.base_model
-    states: Tensor = backbone(
-        input_ids=ids_BN, position_ids=_positions(ids_BN), use_cache=False
-    ).last_hidden_state
-    return states[rows_K, positions_K]
+    return hidden_states(model, ids_BN, _positions(ids_BN))[rows_K, positions_K]
 
 
 def _positions(ids_BN: Tensor) -> Tensor:
