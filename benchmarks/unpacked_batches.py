@@ -1,10 +1,11 @@
-"""Tokens per second of the unpacked path, in batches and one sequence at a time.
+"""Tokens per second of models that need more than packed attention, in batches and one sequence at a time.
 
     python -m benchmarks.unpacked_batches [--rows 16] [--only Qwen3.5 LFM2 gpt-oss Granite]
 
-Random models of four families, one thread, float32, processor time. Every request has a prompt of its own,
-of 24 to 40 tokens, and generates 24 tokens; the update is a forward and a backward pass over all of them. The
-last two columns are the largest differences of log-probs between both ways, of the engine and of the update.
+Random models of four families, one thread, float32, processor time; the batches of Granite are packed. Every
+request has a prompt of its own, of 24 to 40 tokens, and generates 24 tokens; the update is a forward and a
+backward pass over all of them. The last two columns are the largest differences of log-probs between both
+ways, of the engine and of the update.
 """
 
 import argparse
@@ -24,9 +25,8 @@ from benchmarks.paths import endless, paths_of
 from outrider.engines.base import Generation, Request
 from outrider.engines.local.engine import make_engine
 from outrider.engines.local.model import LanguageModel, load_model
-from outrider.engines.local.unpacked import Unpacked
 from outrider.training.packing import RolloutPath, pack
-from outrider.training.policy import Policy, UnpackedScoring, set_threads
+from outrider.training.policy import Policy, set_threads
 from outrider.training.settings import OptimizerSettings
 
 ResultT = TypeVar("ResultT")
@@ -55,14 +55,20 @@ COLUMNS: Final = (
 )  # fmt: skip
 
 
-def load_random_model(title: str, sizes: Mapping[str, Any]) -> LanguageModel:
-    """Load a random model of a family of ``docsite.models``."""
+def load_random_model(title: str, sizes: Mapping[str, Any]) -> tuple[LanguageModel, LanguageModel]:
+    """Load a random model of a family of ``docsite.models``: a sequence at a time, and in batches."""
     [tiny] = [each for each in ARCHITECTURES if each.title == title]
     settings = {**tiny.settings, **sizes, **MODELS[title]}
     model = Architecture(title=title, model_type=tiny.model_type, without=tiny.without, settings=settings)
     with tempfile.TemporaryDirectory() as name:
         model.save(Path(name), scale=1.0)
-        return endless(load_model(name, precision="float32", forward="unpacked"))
+        alone, batched = (
+            endless(load_model(name, precision="float32", forward=forward))
+            for forward in ("unpacked", "auto")
+        )
+    assert alone.unpacked is not None
+    unpacked = replace(alone.unpacked, batches_generation=False, batches_scoring=False)
+    return replace(alone, unpacked=unpacked), batched
 
 
 def make_requests(num: int) -> list[Request]:
@@ -80,11 +86,8 @@ def make_requests(num: int) -> list[Request]:
 
 def measure(title: str, *, num_rows: int, sizes: Mapping[str, Any] = _SIZES) -> tuple[str, ...]:
     """Return the table row of one family."""
-    model, requests = load_random_model(title, sizes), make_requests(num_rows)
-    assert model.unpacked is not None
-    alone = replace(model.unpacked, batches_generation=False, batches_scoring=False)
-    ways = replace(model, unpacked=alone), model
-    num_parameters = sum(parameter.numel() for parameter in model.model.parameters())
+    ways, requests = load_random_model(title, sizes), make_requests(num_rows)
+    num_parameters = sum(parameter.numel() for parameter in ways[0].model.parameters())
     generations, rates = zip(
         *(_timed(partial(make_engine(way).generate, requests), num_rows * _NEW) for way in ways),
         strict=True,
@@ -98,18 +101,17 @@ def measure(title: str, *, num_rows: int, sizes: Mapping[str, Any] = _SIZES) -> 
     ]
     [batch] = pack(_join(requests, generations[0]), max_tokens=100_000)
 
-    policy = Policy(model, OptimizerSettings())
+    policies = [Policy(way, OptimizerSettings()) for way in ways]
 
-    def update(unpacked: Unpacked) -> torch.Tensor:
-        policy.scoring = UnpackedScoring(model.model, unpacked)
+    def update(policy: Policy) -> torch.Tensor:
         logprobs_T = policy.score(batch).logprobs_T
         (-logprobs_T.mean()).backward()
         policy.drop_gradients()
         return logprobs_T.detach()
 
-    num_tokens = policy.num_computed_tokens(batch)
+    num_tokens = policies[0].num_computed_tokens(batch)
     scores, update_rates = zip(
-        *(_timed(partial(update, way), num_tokens) for way in (alone, model.unpacked)), strict=True
+        *(_timed(partial(update, policy), num_tokens) for policy in policies), strict=True
     )
     return (
         title, f"{num_parameters / 1e6:.0f}", *_compare(rates), *_compare(update_rates),
