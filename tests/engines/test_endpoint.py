@@ -93,6 +93,7 @@ def test_no_key_no_header(monkeypatch: pytest.MonkeyPatch) -> None:
         (Answer(drop=True), "connection"),
         (completion("half an ans", finish="abort"), "aborted"),
         (completion(None, finish="error"), "aborted"),
+        (completion("half an ans", finish="insufficient_system_resource"), "aborted"),
     ],
 )
 def test_transient_errors_are_retried_and_counted(bad: Answer, kind: str) -> None:
@@ -240,6 +241,15 @@ def test_an_empty_response_that_the_model_ended_is_an_empty_turn() -> None:
     with chat_server([completion(None), odd]) as server:
         assert ask(endpoint(server)).text == ""
         assert ask(endpoint(server)) == ChatReply(text="", finish="tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("finish", "is_cut"),
+    [("MAX_TOKENS", True), ("model_length", True), ("STOP", False), ("eos_token", False)],
+)
+def test_finish_reasons_of_other_servers(finish: str, is_cut: bool) -> None:
+    with chat_server([completion("half an answer", finish=finish)]) as server:
+        assert ask(endpoint(server)).truncated is is_cut
 
 
 @pytest.mark.parametrize(

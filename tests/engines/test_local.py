@@ -1,5 +1,6 @@
 """The local engine against plain transformers, and the engine contract."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -176,6 +177,14 @@ def test_changed_weights_move_logprobs_and_drop_the_cache() -> None:
     assert after.num_prefilled_tokens == 3
     assert after.logprobs[0] != before.logprobs[0]
     check_against_reference(model, request, after)
+
+
+def test_a_model_without_probabilities_is_a_fault() -> None:
+    model = tiny_model(seed=3)
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[5, 0] = math.nan
+    with pytest.raises(EngineFault, match="log-prob of a sampled token is nan"):
+        LocalEngine(model).generate(ask(model, ["abc"]))
 
 
 def test_same_seed_same_bits_and_batch_composition_does_not_change_the_sequence(model: LanguageModel) -> None:

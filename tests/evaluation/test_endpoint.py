@@ -129,6 +129,15 @@ def test_persistent_failures_are_faults_and_are_requested_again_later(
     assert summary(tmp_path / "run") == summary(tmp_path / "clean")
 
 
+def test_another_server_with_the_same_model_name_is_reported(
+    questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(2):
+        with chat_server(with_models(boxed)) as server:
+            assert play(server, f"hotpotqa={questions}", tmp_path / "run") == 0
+        assert ("OTHER SERVER: the earlier results are from " in capsys.readouterr().out) is (number == 1)
+
+
 def test_a_dead_server_ends_the_evaluation_and_keeps_its_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

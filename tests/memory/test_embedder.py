@@ -1,5 +1,6 @@
 """Embedders: unit rows, the same bits in any company, the end of a long text, the cache."""
 
+import math
 import pickle
 import threading
 
@@ -60,6 +61,16 @@ def check_contract(embedder: Embedder) -> None:
     for row, text in enumerate(ODD_TEXTS):
         assert np.array_equal(embedder.embed([text])[0], together[row])
     assert embedder.embed([]).shape == (0, embedder.dim)
+
+
+@pytest.mark.parametrize("row", [[math.nan] * 4, [3.0, 0, 0, 0], [1.0, 0, 0], [0.0] * 4])
+def test_vectors_that_no_search_could_use_are_an_error(row: list[float]) -> None:
+    class Broken(Recorder):
+        def embed(self, texts: list[str]) -> Vectors:
+            return np.array([row] * len(texts), np.float32)
+
+    with pytest.raises(ModelError, match="recorder did not return 1 vectors of 4 numbers and length 1"):
+        CachedEmbedder(Broken(), 8).embed(["a"])
 
 
 def test_hash_embedder_keeps_the_contract() -> None:

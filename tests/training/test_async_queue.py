@@ -454,7 +454,7 @@ def test_any_float_and_any_text_is_read_again(values: list[float], text: str, nu
     node = trace.append(
         parent=None, origin=Origin.POLICY, token_ids=tuple(range(len(values))),
         message=Message(role="assistant", content=text), logprobs=tuple(values), entropies=tuple(values),
-        metadata={text: number},
+        metadata={text: number, "similarity": values},
     )  # fmt: skip
     trace.finish(Leaf(node_id=node.node_id, rollout=0, outcome=Outcome.FINISHED, episode_return=-0.0))
     with TemporaryDirectory() as folder:

@@ -49,6 +49,13 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 _NEWER_LIMIT: Final = "max_completion_tokens"
+# Finish reasons, in lower case. Any other one says that the server gave up: abort, content_filter,
+# insufficient_system_resource (DeepSeek), network_error (Zhipu).
+_TRUNCATED: Final = frozenset({"length", "max_tokens", "max_output_tokens", "model_length"})
+_FINISHED: Final = _TRUNCATED | {
+    "", "null", "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_calls", "tool_use",
+    "function_call", "complete", "completed",
+}  # fmt: skip
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS_STATUS = frozenset({401, 403, 404})
 
@@ -320,7 +327,7 @@ def reply_text(text: str, stop: Sequence[str], choice: Mapping[str, object]) -> 
     ends = [text.index(end) + len(end) for end in stop if end in text]
     if ends:
         return text[: min(ends)]
-    if choice.get("finish_reason") == "length":
+    if str(choice.get("finish_reason")).lower() in _TRUNCATED:
         return text
     if "stop_reason" in choice:
         reason = choice["stop_reason"]
@@ -368,17 +375,19 @@ def served_calls(message: Mapping[str, Any], tools: Sequence[ToolSchema]) -> Ser
 def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -> ChatReply:
     """Read the completion of a response; raises Transient if there is none."""
     match answer:
-        case {"choices": [{"finish_reason": "abort" | "error" | "content_filter" as reason}, *_]}:
+        case {"choices": [{"finish_reason": str(reason)}, *_]} if reason.lower() not in _FINISHED:
             # sent with status 200
-            raise Transient("aborted", f"the server ended the answer: {reason}")
+            raise Transient("aborted", f"the server ended the answer: {reason}"[:200])
         case {"choices": [{"message": dict(message)} as choice, *_]}:
             finish, content = choice.get("finish_reason"), message.get("content")
+            if str(finish).lower() in _TRUNCATED:
+                finish = "length"
             reasoning = [text for key in _REASONING if isinstance(text := message.get(key), str) and text]
             if isinstance(content, list):
                 content, thoughts = _join_parts(content)
                 reasoning += [thoughts] if thoughts else []
             has_other = bool(reasoning or message.get("tool_calls"))
-            if content is None and (finish in ("stop", "eos", "length", "tool_calls") or has_other):
+            if content is None and ((isinstance(finish, str) and finish != "function_call") or has_other):
                 content = ""  # an empty turn, or only thinking or calls
             if isinstance(content, str):
                 usage = answer.get("usage")

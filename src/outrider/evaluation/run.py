@@ -320,7 +320,7 @@ def run_evaluation(
         )  # fmt: skip
         store = EvalTasksStore.open(folder / RESULTS, identity={**setup.identity, **player.identity})
         try:
-            write_settings(settings, folder)
+            line = write_settings(settings, folder)
             play_eval_tasks(
                 setup, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
                 num_parallel=settings.num_concurrent,
@@ -340,7 +340,7 @@ def run_evaluation(
         setup.factory.close()
     text = json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     replace_file(folder / SUMMARY, text.encode())
-    return report, player.notes()
+    return report, [*([line] if line else []), *player.notes()]
 
 
 def play_eval_tasks(

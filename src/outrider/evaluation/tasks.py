@@ -556,14 +556,22 @@ class EvalTasksSettings(Settings):
         return self
 
 
-def write_settings(settings: EvalTasksSettings, folder: Path) -> None:
-    """Write :data:`~outrider.evaluation.results.SETTINGS`, with which replies are graded again. Raises
-    OSError.
+def write_settings(settings: EvalTasksSettings, folder: Path) -> str:
+    """Write :data:`~outrider.evaluation.results.SETTINGS`, with which replies are graded again. Returns a
+    line if the last command requested another server, else "". Raises OSError.
     """
     write_origins(settings, folder)
     # a judge may be named later
-    values = {key: value for key, value in settings.model_dump(mode="json").items() if value is not None}
-    replace_file(folder / SETTINGS, (to_toml(_without_secrets(values)) + "\n").encode())
+    values = _without_secrets(
+        {key: value for key, value in settings.model_dump(mode="json").items() if value is not None}
+    )
+    path, line = folder / SETTINGS, ""
+    if path.exists() and settings.endpoint is not None:
+        last = tomllib.loads(path.read_text(encoding="utf-8")).get("endpoint", {}).get("base_url")
+        if last != (address := values["endpoint"]["base_url"]):
+            line = f"OTHER SERVER: the earlier results are from {last}, now {address}"
+    replace_file(path, (to_toml(values) + "\n").encode())
+    return line
 
 
 def _without_secrets(tree: dict[str, Any]) -> dict[str, Any]:

@@ -257,7 +257,9 @@ class CachedEmbedder:
         return self.inner.dim
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """Embed ``texts``; a text that occurs twice is embedded once."""
+        """Embed ``texts``; a text that occurs twice is embedded once. Raises ModelError if the inner embedder
+        does not return one unit vector per text.
+        """
         # Digests as keys bound the memory, because a history can be megabytes long.
         keys = [
             hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=32).digest() for text in texts
@@ -274,7 +276,14 @@ class CachedEmbedder:
             self.num_misses += len(missing)
             self.num_hits += len(texts) - len(missing)
         if missing:
-            known.update(zip(missing, self.inner.embed(list(missing.values())), strict=True))
+            vectors = np.asarray(self.inner.embed(list(missing.values())))
+            norms = np.linalg.norm(vectors, axis=-1)
+            if vectors.shape != (len(missing), self.dim) or not np.allclose(norms, 1.0, atol=1e-3):
+                raise ModelError(
+                    f"embedder {self.name} did not return {len(missing)} vectors of {self.dim} numbers and "
+                    f"length 1 (shape {vectors.shape})"
+                )
+            known.update(zip(missing, vectors, strict=True))
             with self._lock:  # copies, because a row view would keep the whole call's matrix alive
                 self._entries.update((key, known[key].copy()) for key in missing)
                 while len(self._entries) > self.size:

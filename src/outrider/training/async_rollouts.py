@@ -233,12 +233,14 @@ def _dump(kind: Any, value: object) -> Any:
 
 
 def _plain(value: object) -> Any:
-    """Plain values of metadata. pydantic would replace lone surrogates in the keys of a mapping."""
+    """Plain values of metadata. pydantic would replace lone surrogates in the keys of a mapping, and numbers
+    that are not finite.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return _dump(Any, value)
+    return float(value) if isinstance(value, float) else _dump(Any, value)
 
 
 def _parse(kind: Callable[..., _ValueT], value: object) -> _ValueT:

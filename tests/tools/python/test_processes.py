@@ -76,6 +76,20 @@ def test_a_server_lost_twice_is_a_fault_and_the_tool_recovers(tmp_path: Path) ->
 
 
 @needs_locks
+def test_a_worker_that_is_killed_from_outside_is_a_fault(tmp_path: Path) -> None:
+    """For example by the kernel, if the machine is out of memory: it says nothing about the code."""
+    with PythonTool(PythonToolConfig(scratch_folder=str(tmp_path))) as tool, ThreadPoolExecutor(1) as threads:
+        call = threads.submit(tool.run, "import time\nprint('begun', flush=True)\ntime.sleep(9)")
+        worker = max(wait_for_pids(tmp_path, 3))
+        while "Seccomp:\t2" not in Path(f"/proc/{worker}/status").read_text():  # not locked yet
+            time.sleep(0.005)
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(ToolFault, match="python tool: something outside killed the worker"):
+            call.result(timeout=60)
+        assert tool.run("6 * 7").output == "42"
+
+
+@needs_locks
 def test_an_interrupted_call_does_not_answer_the_next_one() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

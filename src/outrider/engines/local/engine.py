@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 from array import array
 from bisect import bisect_left, insort
 from collections import Counter, deque
@@ -104,7 +105,14 @@ class _Engine:
         return _Row(index, request, request_stream(request.seed), length, room)
 
     def _append_token(self, row: _Row, token: int, logprob: float, entropy: float) -> None:
-        """Append a sampled token, and set ``row.reason`` if it ends the continuation."""
+        """Append a sampled token, and set ``row.reason`` if it ends the continuation. Raises EngineFault if
+        the model computed no probability.
+        """
+        if not math.isfinite(logprob):
+            raise EngineFault(
+                f"request {row.request.request_id}: the log-prob of a sampled token is {logprob}: the weights"
+                " are damaged, or the training diverged"
+            )
         row.ids.append(token)
         row.logprobs.append(logprob)
         row.entropies.append(entropy)

@@ -185,13 +185,15 @@ def _handle(
     os.close(status_writer)
     try:
         with wall_limit(worker, settings.limits.wall_seconds + _WALL_GRACE):
-            status, note, output = _watch(worker, source, sock, folder, settings.limits, has_sized_disk)
+            status, note, output = _watch(worker, source, sock, folder, settings, has_sized_disk)
     finally:
         shutil.rmtree(folder)
     seconds = time.monotonic() - start
     message = os.read(status_reader, 1 << 12)  # its writers have exited
     if message != _LOCKED:
-        status, output = "fault", message or b"the worker ended before it was locked"
+        status, note, output = "fault", "", message or b"the worker ended before it was locked"
+    elif status == "fault":
+        note, output = "", note.encode()
     if note:
         line_end = "" if not output or output.endswith(b"\n") else "\n"
         output += f"{line_end}[{note}]".encode()
@@ -243,7 +245,7 @@ def _watch(
     source: socket.socket,
     parent: socket.socket,
     folder: str,
-    limits: sandbox.Limits,
+    settings: ServerSettings,
     has_sized_disk: bool,
 ) -> tuple[str, str, bytes]:
     """Collect the worker's output until it ends or exceeds a limit; none of its processes remains.
@@ -253,9 +255,10 @@ def _watch(
     are visible and bytes are charged as they are written. Exits this process, and with it the worker, if
     ``parent`` hangs up.
     """
-    output = bytearray()
+    output, limits = bytearray(), settings.limits
     source.setblocking(False)
     deadline = time.monotonic() + limits.wall_seconds
+    too_long = "timeout", f"stopped: ran longer than {limits.wall_seconds:g} s"
     next_disk_check = time.monotonic() + _TICK
     ready = select.poll()
     ready.register(source, select.POLLIN)
@@ -265,7 +268,7 @@ def _watch(
     while not exited_pid and cause is None:
         now = time.monotonic()
         if now >= deadline:
-            cause = "timeout", f"stopped: ran longer than {limits.wall_seconds:g} s"
+            cause = too_long
         elif now >= next_disk_check and not has_sized_disk:
             if excess := _disk_excess(worker, folder, limits):
                 cause = "killed", excess
@@ -291,8 +294,10 @@ def _watch(
         output += chunk
     if len(output) > limits.output_bytes:
         cause = "output_limit", f"stopped: printed more than {limits.output_bytes} bytes"
+    elif cause is None and os.WIFSIGNALED(status) and time.monotonic() >= deadline:
+        cause = too_long  # by the timer of the caller
     elif cause is None:
-        cause = _exit_cause(status, usage.ru_utime + usage.ru_stime, limits)
+        cause = _exit_cause(status, usage.ru_utime + usage.ru_stime, settings)
     return *cause, bytes(output[: limits.output_bytes])
 
 
@@ -306,11 +311,14 @@ def _read(source: socket.socket) -> bytes | None:
         return b""
 
 
-def _exit_cause(status: int, cpu_seconds: float, limits: sandbox.Limits) -> tuple[str, str]:
+def _exit_cause(status: int, cpu_seconds: float, settings: ServerSettings) -> tuple[str, str]:
+    limits = settings.limits
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
             return "timeout", f"stopped: used more than {limits.cpu_seconds} s of processor time"
+        if number == signal.SIGKILL and settings.seccomp:  # the filter forbids the code to send signals
+            return "fault", "something outside killed the worker (SIGKILL); is the machine out of memory?"
         return "killed", f"ended by {signal.Signals(number).name}"
     code = os.WEXITSTATUS(status)
     if code == EXIT_MEMORY:
