@@ -440,7 +440,7 @@ NONE: Final = "none"
 
 
 def _takes_numbers_only(field: FieldInfo) -> bool:
-    """Whether a field is a number or a union with one, and nothing of it is a truth value."""
+    """Whether a field accepts a number and no boolean."""
     if any(isinstance(item, BeforeValidator) for item in field.metadata):
         return False
     parts: list[Any] = [field.annotation]

@@ -374,7 +374,7 @@ def test_copies_of_the_hook_have_its_prefixes() -> None:
             {},
             r"needs experts.*environment.type = tools",
         ),
-        ({"type": "agent", "function": "a:b", "expert": "a:c"}, {}, r"goes without environment.type = agent"),
+        ({"type": "agent", "function": "a:b", "expert": "a:c"}, {}, r"does not support environment.type = agent"),
         (
             {"type": "scienceworld", "deterministic": False},
             {},
@@ -383,7 +383,7 @@ def test_copies_of_the_hook_have_its_prefixes() -> None:
         (
             {"type": "factbook"},
             {"cluster": {"max_staleness": 2}},
-            r"goes without cluster.max_staleness above 1",
+            r"does not support cluster.max_staleness above 1",
         ),
     ],
     ids=["experts", "program", "replay", "far ahead"],

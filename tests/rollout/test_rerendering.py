@@ -188,7 +188,7 @@ def test_an_engine_that_parses_contexts_refuses_other_renderings(given: dict[str
         "engine": {"type": "retrospex", "critic": "critic.safetensors"},
     }  # fmt: skip
     validate(RunSettings, base)
-    with pytest.raises(ConfigError, match=f"engine.type = retrospex reads .* goes without .*{told}"):
+    with pytest.raises(ConfigError, match=f"engine.type = retrospex reads .* does not support .*{told}"):
         validate(RunSettings, base | given)
 
 

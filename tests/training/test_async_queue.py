@@ -485,11 +485,11 @@ def test_a_queue_that_cannot_be_read_is_an_error(
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"algorithm": {"type": "arpo"}}, "goes without rollouts that branch"),
-        ({"algorithm": {"type": "tree_grpo"}}, "goes without rollouts that branch"),
-        ({"algorithm": {"preset": "dapo-paper"}}, "goes without algorithm.dynamic_sampling"),
+        ({"algorithm": {"type": "arpo"}}, "does not support rollouts that branch"),
+        ({"algorithm": {"type": "tree_grpo"}}, "does not support rollouts that branch"),
+        ({"algorithm": {"preset": "dapo-paper"}}, "does not support algorithm.dynamic_sampling"),
         ({"environment": {"max_batch_calls": 9}}, "environment.max_batch_calls counts rounds"),
-        ({"buffer": {"evolve": True}, "algorithm": {"type": "rapo"}}, "goes without buffer.evolve"),
+        ({"buffer": {"evolve": True}, "algorithm": {"type": "rapo"}}, "does not support buffer.evolve"),
         ({"algorithm": {"sampler_correction": None}}, "max_staleness needs algorithm.sampler_correction"),
     ],
 )

@@ -66,7 +66,7 @@ class PrefixSettings(Settings):
             )
         if environment.keeps_conversations:
             raise ValueError(
-                f"algorithm.prefix goes without environment.type = {environment.type}, whose program manages "
+                f"algorithm.prefix does not support environment.type = {environment.type}, whose program manages "
                 "the conversation: remove [algorithm.prefix]"
             )
         if refused := environment.replayed_differently():
@@ -76,7 +76,7 @@ class PrefixSettings(Settings):
             )
         if run.cluster.max_staleness > 1:
             raise ValueError(
-                "algorithm.prefix goes without cluster.max_staleness above 1: a group has to end before "
+                "algorithm.prefix does not support cluster.max_staleness above 1: a group has to end before "
                 "the next prefix of its task is known"
             )
 

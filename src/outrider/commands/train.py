@@ -36,7 +36,7 @@ def print_settings(
     others: str = "derived",
     smoke: Sequence[str] = (),
 ) -> int:
-    """The resolved configuration, which :func:`load_settings` reads back, and who set what of it:
+    """Print the resolved settings, which :func:`load_settings` reads, with the source of each value.
     ``smoke`` are the overrides of ``--smoke``, for whose stand-ins nothing is looked up. Raises ConfigError
     if something that the settings name is missing or cannot be used.
     """

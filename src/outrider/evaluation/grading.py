@@ -450,9 +450,9 @@ class Grader:
         """
         assert self._judge is not None and answer.answered is not None
         if self._fatal_error is not None:
-            return replace(answer, detail="judge: not asked after a refusal")
+            return replace(answer, detail="judge: request skipped after a fatal error")
         if self._num_faults >= self._max_faults:
-            return replace(answer, detail=f"judge: not asked after {self._max_faults} failures in a row")
+            return replace(answer, detail=f"judge: request skipped after {self._max_faults} failures in a row")
         try:
             verdict = self._judge.judge(
                 task.question, task.answers, answer.prediction, key=f"{task.key}/{answer.sample}"

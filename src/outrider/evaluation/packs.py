@@ -494,8 +494,8 @@ def eval_tasks_rows(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def write_eval_tasks_run(source: Path, target: Path) -> None:
-    """Copy an evaluation's results and summary, without what a judge or a fault said and without the replies:
-    of some task sets no text may be published.
+    """Copy an evaluation's results and summary without replies, texts of judges and messages of faults,
+    because the texts of some task sets may not be published.
     """
     identity, results = read_results(source / RESULTS)
     published = [replace(result, detail="", turns=None, token_ids=None) for result in results]

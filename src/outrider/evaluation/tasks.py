@@ -403,8 +403,8 @@ def environment_names() -> list[str]:
 
 
 def is_environment(tasks: str) -> bool:
-    """Whether ``tasks`` names an environment; installed packages are asked only where a task set does not
-    have the name.
+    """Whether ``tasks`` names an environment. Installed packages are searched only if no task set has the
+    name.
     """
     if tasks in BENCHMARKS or tasks == _QUESTIONS:
         return False

@@ -261,7 +261,7 @@ class AsyncRolloutQueue:
         self._is_far = parts.settings.cluster.max_staleness > 1
         hooks = parts.algorithm.hooks
         if self._is_far and any(hook.first_wave is not None or isinstance(hook, Expansion) for hook in hooks):
-            raise ConfigError("cluster.max_staleness above 1 goes without rollouts that branch")
+            raise ConfigError("cluster.max_staleness above 1 does not support rollouts that branch")
         self._counts = parts.algorithm.counts() if snapshot is None else snapshot.counts
         self._steps = {} if snapshot is None else {pending.step: pending for pending in snapshot.steps}
         self._next = max(self._steps, default=step - 1) + 1
@@ -277,7 +277,7 @@ class AsyncRolloutQueue:
             _, cursor, choice = plan_step(self._parts, step=self._next, cursor=self._cursor)
             if self._is_far and choice.group_filter is not None:
                 raise ConfigError(
-                    "cluster.max_staleness above 1 goes without an algorithm that leaves groups out of a step"
+                    "cluster.max_staleness above 1 does not support algorithms that leave groups out"
                 )
             pending = PendingStep(
                 step=self._next,

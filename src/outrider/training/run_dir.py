@@ -173,10 +173,10 @@ def _describe_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 MAY_CHANGE: Final[Mapping[str, str]] = {
-    "train.num_steps": "may grow: no step looks at how many follow",
-    "train.max_policy_tokens": "may grow, or be removed (none): it is only checked between steps",
+    "train.num_steps": "can be increased: no step depends on how many follow",
+    "train.max_policy_tokens": "can be increased or removed (none): it is only checked between steps",
     "evaluation.every": "an evaluation draws from random streams of its own and changes no weight",
-    "train.checkpoint_every": "a checkpoint only writes down what is",
+    "train.checkpoint_every": "a checkpoint stores the state and does not change it",
     "train.keep_checkpoints": "older checkpoints are never read while the newest one is whole",
     "train.watchdog_s": "the watchdog only reads",
 }

@@ -594,7 +594,7 @@ class RunSettings(Settings):
         if refused := [name for name, is_used in features.items() if is_used]:
             raise ValueError(
                 f"engine.type = {self.engine.type} reads plain messages out of contexts that only grow: "
-                f"it goes without {refused[0]}"
+                f"it does not support {refused[0]}"
             )
 
     def _validate_adapters(self) -> None:
@@ -666,7 +666,7 @@ class RunSettings(Settings):
                 "buffer.evolve": self.buffer.evolve,
             }
             if conflicts := [name for name, is_there in refused.items() if is_there]:
-                raise ValueError(f"cluster.max_staleness above 1 goes without {' and '.join(conflicts)}")
+                raise ValueError(f"cluster.max_staleness above 1 does not support {' and '.join(conflicts)}")
 
     def _validate_remote(self) -> None:
         """Check settings of engines and rollout workers in their own processes."""

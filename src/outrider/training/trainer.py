@@ -199,7 +199,7 @@ class Trainer:
         return True
 
     def _train_step(self) -> dict[str, Field]:
-        """One step: rollouts, advantages, update, record. Returns what is displayed of it."""
+        """Run one training step, and return the fields of the progress display."""
         parts, state, cluster = self.parts, self.state, self.parts.settings.cluster
         clock = StepClock(remote=parts.remote)
         self.progress.advance(self.num_done, phase="collecting rollouts")
@@ -561,7 +561,7 @@ class Trainer:
             raise _StopRequested
 
     def _tick(self, rollouts: str) -> None:
-        """Display how many rollouts are done; gives the wait up if a stop was requested."""
+        """Display how many rollouts are done. Raises _StopRequested if a stop was requested."""
         self.progress.advance(self.num_done, phase="collecting rollouts", rollouts=rollouts)
         self._raise_if_stopped()
 

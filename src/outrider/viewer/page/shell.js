@@ -75,7 +75,7 @@ function confirmStop(run) {
   const stop = async () => {
     try {
       await askToStop(run.id);
-      tell("the run was asked to stop");
+      tell("stop requested");
     } catch (error) {
       tell(`not stopped: ${error.message}`);
     }
