@@ -374,7 +374,10 @@ def test_copies_of_the_hook_have_its_prefixes() -> None:
             {},
             r"needs experts.*environment.type = tools",
         ),
-        ({"type": "agent", "function": "a:b", "expert": "a:c"}, {}, r"does not support environment.type = agent"),
+        (
+            {"type": "agent", "function": "a:b", "expert": "a:c"}, {},
+            r"does not support environment.type = agent",
+        ),
         (
             {"type": "scienceworld", "deterministic": False},
             {},

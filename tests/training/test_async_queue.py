@@ -395,7 +395,7 @@ def test_groups_in_progress_are_cancelled_at_the_end() -> None:
 
 def test_more_steps_ahead_refuse_filters_and_branches() -> None:
     run = Run(staleness=2, num_steps=2, **ONE_AHEAD["groups are left out"])
-    with pytest.raises(ConfigError, match="leaves groups out"):
+    with pytest.raises(ConfigError, match="leave groups out"):
         run.queue.begin(0)
     run.parts.algorithm.hooks = (BranchHook(BranchSettings(), vocabulary_size=9, group_size=8),)
     with pytest.raises(ConfigError, match="rollouts that branch"):

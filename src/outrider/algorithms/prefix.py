@@ -66,8 +66,8 @@ class PrefixSettings(Settings):
             )
         if environment.keeps_conversations:
             raise ValueError(
-                f"algorithm.prefix does not support environment.type = {environment.type}, whose program manages "
-                "the conversation: remove [algorithm.prefix]"
+                f"algorithm.prefix does not support environment.type = {environment.type}, whose program "
+                "manages the conversation: remove [algorithm.prefix]"
             )
         if refused := environment.replayed_differently():
             raise ValueError(

@@ -452,7 +452,8 @@ class Grader:
         if self._fatal_error is not None:
             return replace(answer, detail="judge: request skipped after a fatal error")
         if self._num_faults >= self._max_faults:
-            return replace(answer, detail=f"judge: request skipped after {self._max_faults} failures in a row")
+            detail = f"judge: request skipped after {self._max_faults} failures in a row"
+            return replace(answer, detail=detail)
         try:
             verdict = self._judge.judge(
                 task.question, task.answers, answer.prediction, key=f"{task.key}/{answer.sample}"
