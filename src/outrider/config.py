@@ -652,6 +652,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     tree[parts[-1]] = value
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a list is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:
     """Format plain settings as TOML that :func:`load_settings` can read; None is written as ``"none"``.
 
