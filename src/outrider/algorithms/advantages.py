@@ -9,9 +9,10 @@ equal, every advantage is exactly 0. Sources: docs/algorithms/objectives.md.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +99,7 @@ def leave_one_out_advantages_per_rollout(*, returns: Returns) -> RolloutAdvantag
     The baseline does not depend on rollout i, so the policy gradient is unbiased. Rollouts without a return,
     groups of one and groups without spread are treated as in :func:`group_normalized_advantages_per_rollout`.
     """
-    centred = group_normalized_advantages_per_rollout(returns=returns, normalize_std=False)
+    centred = _centred(returns=returns)
     size = int(centred.assigned.sum())
     # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all
     return replace(centred, values=centred.values * (size / (size - 1))) if size > 1 else centred
@@ -116,7 +117,7 @@ def mean_normalized_advantages_per_rollout(*, returns: Returns) -> RolloutAdvant
         raise ValueError(
             f"advantage = mean_normalized needs returns of at least 0, a rollout has {np.nanmin(values):g}"
         )
-    centred = group_normalized_advantages_per_rollout(returns=returns, normalize_std=False)
+    centred = _centred(returns=returns)
     scored = values[centred.assigned]
     if not centred.has_signal:
         return centred
@@ -169,7 +170,7 @@ def best_minus_second_advantages_per_rollout(*, returns: Returns) -> RolloutAdva
 
     If two rollouts share the best return, all advantages are 0.
     """
-    group = group_normalized_advantages_per_rollout(returns=returns, normalize_std=False)
+    group = _centred(returns=returns)
     values = np.zeros(group.assigned.size)
     if group.has_signal:
         scored = _floats(returns)
@@ -180,6 +181,7 @@ def best_minus_second_advantages_per_rollout(*, returns: Returns) -> RolloutAdva
     return replace(group, values=values)
 
 
+_centred = partial(group_normalized_advantages_per_rollout, normalize_std=False)
 _SPREAD_TOLERANCE = 1e-9
 
 
@@ -283,12 +285,7 @@ def batch_scaled_advantages_per_rollout(
     ``groups`` [N] identifies the group of each rollout.
     """
     values = _floats(returns)
-    centred = np.zeros(values.size)
-    for members in _members(groups, values.size).values():
-        centred[members] = group_normalized_advantages_per_rollout(
-            returns=values[members], normalize_std=False
-        ).values
-    return _over_std(centred, counted=values[~np.isnan(values)], eps=eps)
+    return _over_std(_by_group(_centred, values, groups), counted=values[~np.isnan(values)], eps=eps)
 
 
 def leave_one_out_batch_normalized_advantages_per_rollout(
@@ -299,9 +296,7 @@ def leave_one_out_batch_normalized_advantages_per_rollout(
     Their mean is 0 in every group, so no mean is subtracted, and a group without spread keeps exactly 0.
     """
     values = _floats(returns)
-    advantages = np.zeros(values.size)
-    for members in _members(groups, values.size).values():
-        advantages[members] = leave_one_out_advantages_per_rollout(returns=values[members]).values
+    advantages = _by_group(leave_one_out_advantages_per_rollout, values, groups)
     return _over_std(advantages, counted=advantages[~np.isnan(values)], eps=eps)
 
 
@@ -414,12 +409,7 @@ def reinforce_plus_plus_baseline_advantages_per_token(
     0, and each token of a group without spread gets the same small value instead of 0.
     """
     values = _floats(returns)
-    centred = np.full(values.size, math.nan)
-    for members in _members(groups, values.size).values():
-        member_advantages = group_normalized_advantages_per_rollout(
-            returns=values[members], normalize_std=False
-        )
-        centred[members] = np.where(member_advantages.assigned, member_advantages.values, math.nan)
+    centred = np.where(np.isnan(values), math.nan, _by_group(_centred, values, groups))
     return whitened_per_token(centred[np.asarray(rollout_index, dtype=np.int64)], variance=variance)
 
 
@@ -560,6 +550,13 @@ def _members(groups: Sequence[Hashable], size: int) -> Mapping[Hashable, list[in
     for position, group in enumerate(groups):
         members.setdefault(group, []).append(position)
     return members
+
+
+def _by_group(function: Callable[..., Any], values: Float64Array, groups: Sequence[Hashable]) -> Float64Array:
+    results = np.zeros(values.size)
+    for members in _members(groups, values.size).values():
+        results[members] = function(returns=values[members]).values
+    return results
 
 
 def has_spread(values: Float64Array, tolerance: float = _SPREAD_TOLERANCE) -> bool:
