@@ -2,11 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.config import load_settings
+from outrider.config import flatten, load_settings
 from outrider.errors import ConfigError
 from outrider.training.settings import RunSettings
 from outrider.viewer.run_reader import read_records
@@ -73,16 +73,9 @@ def require_same(run: Path, wanted: RunSettings) -> None:
         wanted = wanted.model_copy(
             update={"model": wanted.model.model_copy(update={"precision": stored.model.precision})}
         )
-    ours, theirs = (_flat(one.model_dump(mode="json")) for one in (wanted, stored))
+    ours, theirs = (dict(flatten(one.model_dump(mode="json"))) for one in (wanted, stored))
     differing = sorted(key for key in {*ours, *theirs} - _FREE if ours.get(key) != theirs.get(key))
     if differing:
         raise ConfigError(
             f"{run} was started with other settings ({', '.join(differing)}): give another --out"
         )
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    for key, value in tree.items():
-        rows |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return rows

@@ -18,7 +18,6 @@ from typing import (
     ClassVar,
     Final,
     Literal,
-    Protocol,
     TypeAlias,
     TypeVar,
     Union,
@@ -35,6 +34,7 @@ from outrider.suggestions import closest_match, did_you_mean
 
 if TYPE_CHECKING:
     from outrider.plugins.imports import Origin
+    from outrider.plugins.registry import Section
 
 
 # Lookup of paths in settings, and messages for paths that do not exist.
@@ -244,10 +244,10 @@ def _locate(
     parents: list[type[BaseModel]] = []
     choices: list[_Choice] = []
     sections = [kind]
-    marker: _Marker | None = None
+    marker: Section | None = None
     for part in loc:
         if marker is not None and isinstance(part, str):  # the name of the plug-in, which is not a key
-            others = {
+            others: dict[str, type[BaseModel]] = {
                 _type_value(member): member
                 for member in marker.builtin_classes()
                 if _type_value(member) != part
@@ -279,7 +279,7 @@ def _locate(
             marker = next(
                 (candidate for section in sections if (candidate := _marker(section, part)) is not None), None
             )
-            sections = [member for section in sections for member in _child_sections(section, part)]
+            sections = [member for section in sections for member in inner_classes(section, part)]
     return path, parents, choices
 
 
@@ -290,39 +290,31 @@ def _type_value(section: type[BaseModel]) -> str:
     return str(values[0]) if len(values) == 1 else ""
 
 
-def _child_sections(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
+def inner_classes(section: type[BaseModel], key: str) -> list[type[BaseModel]]:
+    """The settings classes of a key's tables: one per built-in plug-in or member of a union."""
     if (marker := _marker(section, key)) is not None:
         return list(marker.builtin_classes())
     field = section.model_fields.get(key)
-    return [] if field is None else list(_members(field.annotation))
+    return [] if field is None else _members(field.annotation)
 
 
-def _members(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the section classes that a field accepts, directly or in a list."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _members(argument)
+def _members(annotation: Any) -> list[type[BaseModel]]:
+    """The section classes that a field accepts, directly or in a list."""
+    parts = annotation_parts((annotation,))
+    return [part for part in parts if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
-class _Marker(Protocol):
-    """Marker of :mod:`outrider.plugins.registry` on a field whose plug-in class is named in the recipe."""
-
-    def settings_class(self, name: str) -> type[BaseModel]: ...
-
-    def builtin_classes(self) -> Sequence[type[BaseModel]]: ...
-
-
-def _marker(section: type[BaseModel], key: str) -> _Marker | None:
+def _marker(section: type[BaseModel], key: str) -> "Section | None":
     field = section.model_fields.get(key)
-    return None if field is None else next(_markers((*field.metadata, field.annotation)), None)
+    parts = () if field is None else annotation_parts((*field.metadata, field.annotation))
+    return next((part for part in parts if hasattr(part, "settings_class")), None)
 
 
-def _markers(parts: Iterable[Any]) -> Iterator[_Marker]:
+def annotation_parts(parts: Iterable[Any]) -> Iterator[Any]:
+    """Yield parts of an annotation with the parts that they contain, at any depth."""
     for part in parts:
-        if hasattr(part, "settings_class"):
-            yield part
-        yield from _markers(get_args(part))
+        yield part
+        yield from annotation_parts(get_args(part))
 
 
 def _suggest(
@@ -402,7 +394,7 @@ def _has(section: type[BaseModel], keys: Sequence[str]) -> bool:
         if not any(key in candidate.model_fields for candidate in sections):
             return False
         if number + 1 < len(keys):
-            sections = [inner for candidate in sections for inner in _child_sections(candidate, key)]
+            sections = [inner for candidate in sections for inner in inner_classes(candidate, key)]
     return True
 
 
@@ -429,7 +421,7 @@ def _chosen_sections(
             return [marker.settings_class(chosen)]
         except ConfigError:  # an unknown name is reported by its own error
             return []
-    members = _child_sections(section, name)
+    members = inner_classes(section, name)
     if len(members) < 2:
         return members
     selected = chosen if isinstance(chosen, str) else getattr(default, "type", None)
@@ -539,7 +531,7 @@ def _merged(own: "Settings", table: Mapping[str, Any], annotation: Any) -> dict[
     if any(table.get(key, getattr(own, key)) != getattr(own, key) for key in choices):
         return dict(table)
     if any(field.alias for field in fields.values()) or (
-        "type" not in choices and len(list(_members(annotation))) > 1
+        "type" not in choices and len(_members(annotation)) > 1
     ):
         return dict(table)
     merged = {key: getattr(own, key) for key in own.model_fields_set}
@@ -650,6 +642,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"override {path}: {part} is a value, not a section")
         tree = child
     tree[parts[-1]] = value
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a list is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def to_toml(tree: dict[str, Any], *, prefix: str = "") -> str:

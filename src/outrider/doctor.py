@@ -18,6 +18,7 @@ from outrider.engines.local.processor import read_processor
 from outrider.errors import ConfigError, ModelError, OutriderError, ToolUnavailable
 from outrider.printing import FittedTable, Terminal, plural, print_lines, shell_command
 from outrider.training.settings import RunSettings
+from outrider.viewer.trackers import PACKAGES
 
 DEMO_S, DEMO_TFLOP = 115, 50
 """Constant seconds of ``make demo``, and its work that follows the float32 matrix rate. Fitted to two
@@ -150,9 +151,6 @@ num_tasks = 200                 # test tasks; before training, after the cold st
 """
 
 
-_TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One line of the report. Nothing runs without a ``required`` part. ``advice`` is what to
@@ -255,7 +253,7 @@ def find(check: Check) -> Finding:
 def _checks() -> list[Check]:
     trackers = [
         Check(name=f"tracker {name}", look=partial(_tracker, name, module))
-        for name, module in _TRACKERS.items()
+        for name, module in PACKAGES.items()
     ]
     return [
         Check(

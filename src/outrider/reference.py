@@ -21,8 +21,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from outrider.config import NONE
-from outrider.plugins.registry import Name, field_markers
+from outrider.config import NONE, inner_classes
 from outrider.training.settings import RunSettings
 
 _BOUNDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -140,17 +139,6 @@ def sections(top: str = "") -> tuple[Section, ...]:
     return tuple(Section(kind, tuple(found), tuple(parents[kind])) for kind, found in paths.items())
 
 
-def inner_classes(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
-    """The settings classes of a key's tables: one per built-in plug-in or member of a union."""
-    plugins: list[type[BaseModel]] = [
-        one
-        for marker in field_markers(kind, name)
-        if not isinstance(marker, Name)
-        for one in marker.builtin_classes()
-    ]
-    return plugins or list(_classes(kind.model_fields[name].annotation))
-
-
 def about(kind: type[BaseModel]) -> str:
     """The docstring of a settings class without markup; "" if it has only its base's."""
     return _plain(_own_docstring(kind))
@@ -167,14 +155,6 @@ def as_toml(value: Any) -> str:
     if isinstance(value, str | Path | bool):
         return json.dumps(value if isinstance(value, bool) else str(value), ensure_ascii=False)
     return str(value)
-
-
-def _classes(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the settings classes in an annotation, in order, with members of unions."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _classes(part)
 
 
 def _declaring_class(kind: type[BaseModel], name: str) -> type[BaseModel]:

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from outrider.config import Settings, apply_override, parse_value, to_toml
-from outrider.protocols import with_protocol
+from outrider.protocols import flat_settings, with_protocol
 
 _ABSENT: Final = object()
 _COMMENT: Final = textwrap.TextWrapper(
@@ -86,23 +86,15 @@ def key_sources(file: Path | None, overrides: Sequence[str]) -> dict[str, str]:
     must be valid.
     """
     tree = {} if file is None else tomllib.loads(file.read_text(encoding="utf-8-sig"))
-    sources = dict.fromkeys(_keys(tree), "recipe")
+    sources = dict.fromkeys(flat_settings(tree), "recipe")
     for override in overrides:
         apply_override(tree, override)
     filled = with_protocol(tree)
-    sources = dict.fromkeys(_keys(filled), f"protocol {tree.get('protocol')}") | sources
+    sources = dict.fromkeys(flat_settings(filled), f"protocol {tree.get('protocol')}") | sources
     for override in overrides:
         key, _, raw = override.partition("=")
-        sources |= dict.fromkeys(_keys({key.strip(): parse_value(raw)}), "command")
+        sources |= dict.fromkeys(flat_settings({key.strip(): parse_value(raw)}), "command")
     return sources
-
-
-def _keys(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _keys(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}"
 
 
 @dataclass(frozen=True, slots=True)

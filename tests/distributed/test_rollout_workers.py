@@ -32,7 +32,7 @@ from outrider.plugins.listing import server_digests
 from outrider.rollout.hooks import Hook, RolloutStatus, StatelessHook
 from outrider.trace import Trace
 from outrider.training.restarts import Allowance
-from outrider.training.run_dir import check_settings, flat_settings
+from outrider.training.run_dir import check_settings, comparable_settings
 from outrider.training.settings import ClusterSettings, RunSettings
 from outrider.types import Message, Outcome, Step, Task, Trajectory
 from tests.distributed.served import Player, Reader
@@ -260,7 +260,7 @@ def test_the_limit_of_repairs_can_be_raised_on_resume() -> None:
         recipe = {"environment": {"type": "factbook"}, "algorithm": {"type": "grpo"}, "cluster": cluster}
         return validate(RunSettings, recipe)
 
-    began_with = flat_settings(settings(3))
+    began_with = comparable_settings(settings(3))
     assert check_settings(began_with, settings(20)) == []
     assert check_settings(began_with | {"cluster.max_restarts": 3}, settings(20)) == []
 

@@ -22,10 +22,15 @@ from outrider.environments.scienceworld.environment import ScienceWorldConfig
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError, EnvironmentFault
 from outrider.evaluation.grading import Grader, Scorer, find_variant
-from outrider.evaluation.model import resolve, weights_hash
 from outrider.evaluation.report import build_report
 from outrider.evaluation.results import EvalTasksStore, SampleResult
-from outrider.evaluation.run import LocalPlayer, play_eval_tasks, run_evaluation
+from outrider.evaluation.run import (
+    LocalPlayer,
+    play_eval_tasks,
+    resolve_settings,
+    run_evaluation,
+    weights_hash,
+)
 from outrider.evaluation.tasks import BENCHMARKS, EvalSetup, EvalTasks, EvalTasksSettings
 from outrider.rollout.settings import Limits
 from outrider.training.checkpoint import save_checkpoint
@@ -167,7 +172,7 @@ def test_a_run_or_a_checkpoint_is_a_model(
     base = load_model(str(root / "model"), precision="float32")
     untrained = weights_hash(base)
     with pytest.raises(CheckpointError, match="has no checkpoint"):
-        resolve(ModelSettings(name=str(run)))
+        resolve_settings(ModelSettings(name=str(run)))
     policy = Policy(base, OptimizerSettings())
     hashes = []
     for step in (2, 10):
@@ -176,13 +181,13 @@ def test_a_run_or_a_checkpoint_is_a_model(
                 master.add_(0.01)
         save_checkpoint(run / "checkpoints" / f"step-{step:06d}", policy, {})
         hashes.append(weights_hash(base))
-    chosen = resolve(ModelSettings(name=str(run), context_length=99))
+    chosen = resolve_settings(ModelSettings(name=str(run), context_length=99))
     assert (chosen.name, chosen.precision, chosen.context_length) == (str(root / "model"), "float32", 99)
     assert weights_hash(load_frozen(chosen)) == hashes[1]
     checkpoint = run / "checkpoints" / "step-000002"
-    assert weights_hash(load_frozen(resolve(ModelSettings(name=str(checkpoint))))) == hashes[0]
+    assert weights_hash(load_frozen(resolve_settings(ModelSettings(name=str(checkpoint))))) == hashes[0]
     given = ModelSettings(name=str(root / "model"), precision="float32", initial_checkpoint=str(checkpoint))
-    assert resolve(given) == given and weights_hash(load_frozen(given)) == hashes[0]
+    assert resolve_settings(given) == given and weights_hash(load_frozen(given)) == hashes[0]
     assert len({untrained, *hashes}) == 3
     made: list[weakref.ref[Policy]] = []
 
@@ -198,7 +203,7 @@ def test_a_run_or_a_checkpoint_is_a_model(
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     (run / "config.toml").unlink()
     with pytest.raises(CheckpointError, match="is not in a run directory"):
-        resolve(ModelSettings(name=str(checkpoint)))
+        resolve_settings(ModelSettings(name=str(checkpoint)))
 
 
 class RecordedProgress(Progress):

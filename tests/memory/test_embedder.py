@@ -153,7 +153,6 @@ def test_cache_embeds_a_text_once() -> None:
     assert inner.seen == ["a", "bb", "ccc"]
     assert np.array_equal(first, Recorder().embed(["a", "bb", "a"]))
     assert np.array_equal(second, Recorder().embed(["bb", "ccc", "a"]))
-    assert (cache.num_hits, cache.num_misses) == (3, 3)
 
 
 def test_cache_forgets_the_least_recently_used() -> None:

@@ -227,7 +227,7 @@ def test_dry_run_refuses_what_a_run_would_miss(
     from outrider.viewer import trackers
 
     Path("empty").mkdir()
-    monkeypatch.setattr(trackers, "_PACKAGES", {"wandb": "no_such_package"})
+    monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "no_such_package"})
     assert dry(recipe, *overrides) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert reason in line

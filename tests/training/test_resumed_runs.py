@@ -14,7 +14,7 @@ from outrider.engines.local.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
+from outrider.training.run_dir import RunDirectory, check_settings, comparable_settings
 from outrider.training.settings import RunSettings
 from tests.log_lines import messages
 from tests.memory.builders import make_trajectory
@@ -137,7 +137,7 @@ def test_changes_that_are_allowed_are_reported(
 
 def test_recorded_settings_are_plain_and_a_key_of_another_version_is_not_compared(whole: Path) -> None:
     settings = load_settings(RunSettings, file=whole / "config.toml")
-    flat = json.loads(json.dumps(flat_settings(settings)))
+    flat = json.loads(json.dumps(comparable_settings(settings)))
     assert check_settings(flat, settings) == [] and str(whole.parent) not in json.dumps(flat)
     del flat["update.max_tokens"]
     assert check_settings({**flat, "update.of_tomorrow": 1}, settings) == []
@@ -148,8 +148,8 @@ def test_recorded_settings_are_plain_and_a_key_of_another_version_is_not_compare
     )
     for before, after in ((one, two), (two, one), (none, one), (one, none)):
         with pytest.raises(CheckpointError, match=r"model\.template_kwargs\."):
-            check_settings(flat_settings(before), after)
-    old = {key: value for key, value in flat_settings(one).items() if value != {}}
+            check_settings(comparable_settings(before), after)
+    old = {key: value for key, value in comparable_settings(one).items() if value != {}}
     assert check_settings(old, one) == []
     # a schedule that ends with the run depends on its length
     linear = ["algorithm.retrieval.schedule=linear", "algorithm.retrieval.final_probability=0.1"]
@@ -158,7 +158,7 @@ def test_recorded_settings_are_plain_and_a_key_of_another_version_is_not_compare
         for more in ([], ["train.num_steps=9"])
     )
     with pytest.raises(CheckpointError, match=r"train\.num_steps is 9, was 2"):
-        check_settings(flat_settings(short), longer)
+        check_settings(comparable_settings(short), longer)
 
 
 def change_text(file: Path, old: str, new: str) -> None:

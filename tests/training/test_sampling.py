@@ -25,7 +25,7 @@ from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.config import validate
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
-from outrider.training.data import SampledStep, TaskOrder, play_step, sample_step
+from outrider.training.data import SampledStep, TaskOrder, play_rounds, play_step, sample_rounds
 from outrider.types import Task
 from tests.algorithms.builders import Rollout, build_trace, build_traces
 
@@ -111,14 +111,10 @@ def chosen_by(rule: DynamicSamplingSettings | None) -> TaskChoice:
 def play(
     scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0
 ) -> SampledStep:
-    return sample_step(
-        scheduler,
-        order(num_tasks, 4),
-        cursor=cursor,
-        choice=chosen_by(rule),
-        modes=lambda group: (str(group),),
-        step=0,
+    rounds = sample_rounds(
+        order(num_tasks, 4), cursor=cursor, choice=chosen_by(rule), modes=lambda group: (str(group),)
     )
+    return play_rounds(scheduler, rounds, step=0)
 
 
 def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
@@ -156,10 +152,11 @@ def test_a_group_that_replaces_another_one_has_its_share_of_help() -> None:
         helped.append((int(modes[0]), group))
         return modes
 
-    step = sample_step(
-        scheduler, order(12, 4), cursor=0, choice=chosen_by(DynamicSamplingSettings(max_extra_batches=9)),
-        modes=lambda group: (str(group),), step=0, with_help=with_help,
+    rounds = sample_rounds(
+        order(12, 4), cursor=0, choice=chosen_by(DynamicSamplingSettings(max_extra_batches=9)),
+        modes=lambda group: (str(group),), with_help=with_help,
     )  # fmt: skip
+    step = play_rounds(scheduler, rounds, step=0)  # type: ignore[arg-type]
     own, places = zip(*helped, strict=True)
     assert own == tuple(range(len(step.traces))) and places[:4] == (0, 1, 2, 3)
     chosen = [
@@ -186,10 +183,10 @@ def test_every_round_is_prepared_before_its_rollouts() -> None:
     for choice in (*map(chosen_by, rules), TaskChoice(num_groups=2, tasks=order(12, 4).tasks[:2])):
         scheduler.calls.clear()
         prepared.clear()
-        step = sample_step(
-            scheduler, order(12, 4), cursor=0, choice=choice, modes=lambda group: (str(group),), step=0,
-            prepare=prepare,
-        )  # fmt: skip
+        rounds = sample_rounds(
+            order(12, 4), cursor=0, choice=choice, modes=lambda group: (str(group),), prepare=prepare
+        )
+        step = play_rounds(scheduler, rounds, step=0)  # type: ignore[arg-type]
         assert prepared == scheduler.calls and prepared
         assert step.faults["expert"] == len(prepared)
         assert step.fault_reasons.count("an expert failed") == len(prepared)

@@ -9,9 +9,10 @@ equal, every advantage is exactly 0. Sources: docs/algorithms/objectives.md.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,18 +53,16 @@ def group_normalized_advantages_per_rollout(
     std_ddof: Literal[0, 1] = 1,
     eps: float = 1e-6,
     normalize_std: bool = True,
-    spread_tolerance: float = 1e-9,
 ) -> RolloutAdvantages:
     """Compute ``(R_i - mean R) / (std R + eps)`` over one group (GRPO, arXiv 2402.03300 section 4.1).
 
-    A group of one gets 0; upstream libraries return the raw return.
+    A group of one gets 0; upstream libraries return the raw return. A group whose max - min is within 1e-9 *
+    max(1, max |R|) gets exactly 0, because a test of ``std == 0`` would amplify rounding noise.
 
     Args:
         returns: [N]; None or NaN marks a rollout without a return, which neither mean nor std includes.
         std_ddof: 1 for the sample std, 0 for the population std.
         normalize_std: False only centres (Dr. GRPO, arXiv 2503.20783).
-        spread_tolerance: a group whose max - min is within ``spread_tolerance * max(1, max |R|)`` gets
-            exactly 0. A test of ``std == 0`` would amplify rounding noise.
         eps: added to the std.
 
     Raises:
@@ -76,7 +75,7 @@ def group_normalized_advantages_per_rollout(
         raise ValueError("a group needs at least one rollout")
     assigned = ~np.isnan(all_returns)
     scorable = all_returns[assigned]
-    if not has_spread(scorable, spread_tolerance):
+    if not has_spread(scorable):
         reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
         return RolloutAdvantages(
             values=np.zeros(assigned.size),
@@ -94,25 +93,19 @@ def group_normalized_advantages_per_rollout(
     return RolloutAdvantages(values=values, assigned=assigned, has_signal=True, reason=None)
 
 
-def leave_one_out_advantages_per_rollout(
-    *, returns: Returns, spread_tolerance: float = 1e-9
-) -> RolloutAdvantages:
+def leave_one_out_advantages_per_rollout(*, returns: Returns) -> RolloutAdvantages:
     """Compute ``R_i - mean_{j != i} R_j`` over one group (RLOO, arXiv 2402.14740).
 
     The baseline does not depend on rollout i, so the policy gradient is unbiased. Rollouts without a return,
     groups of one and groups without spread are treated as in :func:`group_normalized_advantages_per_rollout`.
     """
-    centred = group_normalized_advantages_per_rollout(
-        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
-    )
+    centred = _centred(returns=returns)
     size = int(centred.assigned.sum())
     # R_i minus the mean of the others is n / (n - 1) times R_i minus the mean of all
     return replace(centred, values=centred.values * (size / (size - 1))) if size > 1 else centred
 
 
-def mean_normalized_advantages_per_rollout(
-    *, returns: Returns, spread_tolerance: float = 1e-9
-) -> RolloutAdvantages:
+def mean_normalized_advantages_per_rollout(*, returns: Returns) -> RolloutAdvantages:
     """Compute ``(R_i - mean R) / mean R`` over one group (MaxRL, arXiv 2602.02710).
 
     For returns of 0 and 1 and n rollouts, the expected gradient is that of the log-likelihood of success,
@@ -124,9 +117,7 @@ def mean_normalized_advantages_per_rollout(
         raise ValueError(
             f"advantage = mean_normalized needs returns of at least 0, a rollout has {np.nanmin(values):g}"
         )
-    centred = group_normalized_advantages_per_rollout(
-        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
-    )
+    centred = _centred(returns=returns)
     scored = values[centred.assigned]
     if not centred.has_signal:
         return centred
@@ -173,27 +164,24 @@ def pass_at_k_advantages_per_rollout(
     )
 
 
-def best_minus_second_advantages_per_rollout(
-    *, returns: Returns, spread_tolerance: float = 1e-9
-) -> RolloutAdvantages:
+def best_minus_second_advantages_per_rollout(*, returns: Returns) -> RolloutAdvantages:
     """The best rollout of a group gets its return minus the second best return, all others 0 (the reward
     pass@n for graded returns, arXiv 2503.19595; verl's ``grpo_passk`` without its division by the std).
 
     If two rollouts share the best return, all advantages are 0.
     """
-    group = group_normalized_advantages_per_rollout(
-        returns=returns, normalize_std=False, spread_tolerance=spread_tolerance
-    )
+    group = _centred(returns=returns)
     values = np.zeros(group.assigned.size)
     if group.has_signal:
         scored = _floats(returns)
         second, best = np.sort(scored[group.assigned])[-2:]
-        if not has_spread(np.array([second, best]), spread_tolerance):
+        if not has_spread(np.array([second, best])):
             return replace(group, values=values, has_signal=False, reason="no_spread")
         values[int(np.nanargmax(scored))] = best - second
     return replace(group, values=values)
 
 
+_centred = partial(group_normalized_advantages_per_rollout, normalize_std=False)
 _SPREAD_TOLERANCE = 1e-9
 
 
@@ -297,12 +285,7 @@ def batch_scaled_advantages_per_rollout(
     ``groups`` [N] identifies the group of each rollout.
     """
     values = _floats(returns)
-    centred = np.zeros(values.size)
-    for members in _members(groups, values.size).values():
-        centred[members] = group_normalized_advantages_per_rollout(
-            returns=values[members], normalize_std=False
-        ).values
-    return _over_std(centred, counted=values[~np.isnan(values)], eps=eps)
+    return _over_std(_by_group(_centred, values, groups), counted=values[~np.isnan(values)], eps=eps)
 
 
 def leave_one_out_batch_normalized_advantages_per_rollout(
@@ -313,9 +296,7 @@ def leave_one_out_batch_normalized_advantages_per_rollout(
     Their mean is 0 in every group, so no mean is subtracted, and a group without spread keeps exactly 0.
     """
     values = _floats(returns)
-    advantages = np.zeros(values.size)
-    for members in _members(groups, values.size).values():
-        advantages[members] = leave_one_out_advantages_per_rollout(returns=values[members]).values
+    advantages = _by_group(leave_one_out_advantages_per_rollout, values, groups)
     return _over_std(advantages, counted=advantages[~np.isnan(values)], eps=eps)
 
 
@@ -376,7 +357,7 @@ def whitened_per_token(values: Float64Array, *, variance: Variance = "sample") -
     known = ~np.isnan(values)
     known_values = values[known]
     white = np.zeros(len(values))
-    if not has_spread(known_values, _SPREAD_TOLERANCE):
+    if not has_spread(known_values):
         return white
     centred = known_values - math.fsum(known_values) / known_values.size
     squares = math.fsum(centred * centred)
@@ -428,12 +409,7 @@ def reinforce_plus_plus_baseline_advantages_per_token(
     0, and each token of a group without spread gets the same small value instead of 0.
     """
     values = _floats(returns)
-    centred = np.full(values.size, math.nan)
-    for members in _members(groups, values.size).values():
-        member_advantages = group_normalized_advantages_per_rollout(
-            returns=values[members], normalize_std=False
-        )
-        centred[members] = np.where(member_advantages.assigned, member_advantages.values, math.nan)
+    centred = np.where(np.isnan(values), math.nan, _by_group(_centred, values, groups))
     return whitened_per_token(centred[np.asarray(rollout_index, dtype=np.int64)], variance=variance)
 
 
@@ -488,7 +464,7 @@ def mixed_group_advantages_per_rollout(
     advantages = np.zeros(values.size)
     if own.size:
         advantages = np.where(np.isnan(values), 0.0, values - math.fsum(own) / own.size)
-    if not has_spread(own, _SPREAD_TOLERANCE):
+    if not has_spread(own):
         advantages[~demonstrated] = 0.0  # exactly 0 instead of the rounding error of the mean
     elif normalize_std:
         advantages /= _sample_std(own) + eps
@@ -574,6 +550,13 @@ def _members(groups: Sequence[Hashable], size: int) -> Mapping[Hashable, list[in
     for position, group in enumerate(groups):
         members.setdefault(group, []).append(position)
     return members
+
+
+def _by_group(function: Callable[..., Any], values: Float64Array, groups: Sequence[Hashable]) -> Float64Array:
+    results = np.zeros(values.size)
+    for members in _members(groups, values.size).values():
+        results[members] = function(returns=values[members]).values
+    return results
 
 
 def has_spread(values: Float64Array, tolerance: float = _SPREAD_TOLERANCE) -> bool:

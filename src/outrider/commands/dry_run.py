@@ -87,18 +87,6 @@ def load_renderer(settings: "RunSettings", folder: str) -> "ChatRenderer":
     return make_checked_renderer(tokenizer, settings.model, settings.environment, note=note)
 
 
-def rendered_ids(prompt: FirstPrompt, renderer: "ChatRenderer") -> tuple[int, ...]:
-    """The ids that the policy sees first. Raises ModelError if the template cannot render the messages."""
-    return renderer.prompt(prompt.messages, prompt.tools)
-
-
-def rendered_text(ids: Sequence[int], renderer: "ChatRenderer") -> str:
-    """These ids as text, with the template's markers."""
-    from outrider.tokens import decode_text
-
-    return decode_text(renderer.tokenizer, ids, skip_special_tokens=False)
-
-
 T = TypeVar("T")
 _MAX_PROMPT_CHARS: Final = 4_000  # characters of the prompt
 
@@ -162,10 +150,12 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
         yield f"first prompt of {prompt.task.key}:"
         yield from _truncate(prompt.lines())
         return
+    from outrider.tokens import decode_text
+
     renderer = load_renderer(settings, folder)
-    ids = rendered_ids(prompt, renderer)
+    ids = renderer.prompt(prompt.messages, prompt.tools)
     yield f"first prompt of {prompt.task.key}, {plural(len(ids), 'token')} as the chat template renders it:"
-    yield from _truncate(rendered_text(ids, renderer).split("\n"))
+    yield from _truncate(decode_text(renderer.tokenizer, ids, skip_special_tokens=False).split("\n"))
 
 
 def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, FirstPrompt | None]:

@@ -49,7 +49,7 @@ def _prompt(parsed: argparse.Namespace) -> int:
 
 def _print_prompt(parsed: argparse.Namespace) -> int:
     from outrider import api
-    from outrider.commands.dry_run import first_prompt, load_renderer, rendered_ids, rendered_text
+    from outrider.commands.dry_run import first_prompt, load_renderer
     from outrider.config import require_paths
     from outrider.engines.base import require_known_model
     from outrider.environments.base import make_task_set, split_tasks
@@ -76,11 +76,12 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
         family.close()
     print_lines(f"task {task.key} (split {split}, {plural(len(tasks), 'task')})", *prompt.lines())
     from outrider.engines.local.model import resolve_model
+    from outrider.tokens import decode_text
 
     renderer = load_renderer(settings, resolve_model(settings.model.name))
-    ids = rendered_ids(prompt, renderer)
+    ids = renderer.prompt(prompt.messages, prompt.tools)
     print_lines("", f"as the chat template of {settings.model.name} renders it: {plural(len(ids), 'id')}", "")
-    print_lines(*rendered_text(ids, renderer).split("\n"))
+    print_lines(*decode_text(renderer.tokenizer, ids, skip_special_tokens=False).split("\n"))
     if parsed.ids:
         print_lines("", " ".join(map(str, ids)))
     return 0

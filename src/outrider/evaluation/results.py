@@ -20,8 +20,6 @@ from outrider.errors import ConfigError, DataError
 from outrider.files import FileLock, append_bytes, parsed, read_lines
 from outrider.types import Json, Outcome, Task
 
-SIGMA: Final = 0.1  # tool calls; ARPO's released evaluation
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
@@ -126,14 +124,14 @@ def majority_at_k(labels: Sequence[str], successes: Sequence[bool]) -> float:
     return fmean(winner_rates)
 
 
-def tool_productivity(*, accuracy: float, mean_tool_calls: float, sigma: float = SIGMA) -> float:
-    """100 a T / (T + sigma): accuracy in percent, discounted if tools are rarely used (ARPO's released
+def tool_productivity(*, accuracy: float, mean_tool_calls: float) -> float:
+    """100 a T / (T + 0.1): accuracy in percent, discounted if tools are rarely used (ARPO's released
     evaluation).
 
     ``mean_tool_calls`` is T, calls per answer. ARPO's T counts tag pairs, including rejected calls; pass
     executed calls here.
     """
-    return 100.0 * accuracy * mean_tool_calls / (mean_tool_calls + sigma)
+    return 100.0 * accuracy * mean_tool_calls / (mean_tool_calls + 0.1)
 
 
 def summarise(

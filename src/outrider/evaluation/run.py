@@ -5,6 +5,7 @@ folder has one evaluation: ``results.jsonl`` (:class:`~outrider.evaluation.resul
 ``summary.json``. The same command resumes a stopped evaluation and retries faulted samples.
 """
 
+import hashlib
 import json
 import shlex
 import time
@@ -14,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import torch
+
 from outrider.engines.base import Engine
 from outrider.engines.chat import ChatEndpoint, EndpointSettings
 from outrider.engines.local.engine import describe_path, make_engine
-from outrider.engines.local.model import check_positions, resolve_precision
+from outrider.engines.local.model import LanguageModel, check_positions, resolve_precision
 from outrider.environments.tool_qa.rewards import discover_judge
-from outrider.errors import ConfigError, EngineFault
+from outrider.errors import CheckpointError, ConfigError, EngineFault
 from outrider.evaluation.grading import FinishedRollout, Grader, find_variant, from_collected, from_trace
-from outrider.evaluation.model import resolve, template_hash, weights_hash
 from outrider.evaluation.report import EvalTasksReport, build_report, requested_samples
 from outrider.evaluation.results import RESULTS, SUMMARY, EvalTasksStore, SampleResult
 from outrider.evaluation.tasks import (
@@ -38,8 +40,10 @@ from outrider.rollout.episode import Sampling
 from outrider.rollout.faults import require_results, require_room
 from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
-from outrider.training.policy import set_threads
+from outrider.training.checkpoint import STATE, checkpoints_newest_first
+from outrider.training.policy import MASTERS, SHARDS, set_threads
 from outrider.training.resume import note_start
+from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import ModelSettings
 from outrider.training.setup import load_frozen, make_renderer
 from outrider.types import Json, Task
@@ -55,6 +59,46 @@ from outrider.viewer.progress import (
 Record = Callable[[Sequence[FinishedRollout]], None]
 _MODE = "evaluation"
 _NOT_IN_LOG = ("identity", "task_scores")
+
+
+def resolve_settings(settings: ModelSettings) -> ModelSettings:
+    """The settings to load. For a run directory or a checkpoint in one, these are the settings of the run,
+    overridden by explicitly set values except the name.
+
+    Raises CheckpointError for a run without a checkpoint and a checkpoint outside of its run.
+    """
+    folder = Path(settings.name)
+    if any((folder / name).exists() for name in (MASTERS, SHARDS, STATE)):
+        run, checkpoint = folder.resolve().parent.parent, folder
+        if not (run / "config.toml").exists():
+            raise CheckpointError(
+                f"{folder} is not in a run directory: set the model's name, and this folder as --checkpoint"
+            )
+    elif (folder / "config.toml").exists():
+        checkpoints = checkpoints_newest_first(folder / "checkpoints")
+        if not checkpoints:
+            raise CheckpointError(f"{folder} has no checkpoint")
+        run, checkpoint = folder, checkpoints[0]
+    else:
+        return settings
+    trained = recorded_settings(run / "config.toml").model
+    overrides = {name: value for name, value in settings if name in settings.model_fields_set - {"name"}}
+    return trained.model_copy(update={"initial_checkpoint": str(checkpoint), **overrides})
+
+
+def weights_hash(loaded: LanguageModel) -> str:
+    """BLAKE2b (hex) over names, types and bytes of all weights; equal if and only if the models are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(loaded.model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def template_hash(loaded: LanguageModel) -> str:
+    """BLAKE2b (hex) over the chat template, which affects prompts and is not part of the weights."""
+    template = json.dumps(loaded.tokenizer.chat_template, sort_keys=True)
+    return hashlib.blake2b(template.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +130,7 @@ class LocalPlayer:
         """Load the model and hash its weights. ``on_tokens`` is called with the number of tokens of every
         decoding step, and ``note`` with messages about the settings. Raises ModelError and CheckpointError.
         """
-        resolved = resolve(model_settings)
+        resolved = resolve_settings(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_frozen(resolved)
         if loaded.unpacked is not None:  # slower than planned

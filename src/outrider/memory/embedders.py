@@ -229,8 +229,7 @@ class CachedEmbedder:
     """Caches the vectors of the last ``size`` distinct texts (least recently used are evicted first).
     Thread-safe.
 
-    Histories repeat: for example, all rollouts of a task have the same first key. ``num_hits`` and
-    ``num_misses`` count texts.
+    Histories repeat: for example, all rollouts of a task have the same first key.
     """
 
     def __init__(self, inner: Embedder, size: int) -> None:
@@ -238,8 +237,6 @@ class CachedEmbedder:
             raise ConfigError(f"embedding cache: size is {size}, must be at least 1")
         self.inner = inner
         self.size = size
-        self.num_hits = 0
-        self.num_misses = 0
         self._entries: OrderedDict[bytes, Vectors] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -273,8 +270,6 @@ class CachedEmbedder:
                     known[key] = self._entries[key]
                 else:
                     missing[key] = text
-            self.num_misses += len(missing)
-            self.num_hits += len(texts) - len(missing)
         if missing:
             vectors = np.asarray(self.inner.embed(list(missing.values())))
             norms = np.linalg.norm(vectors, axis=-1)

@@ -25,13 +25,12 @@ class MetricsWriter:
     A record is ``{"step", "kind", name: value, ...}`` with declared names only. A NaN or infinite value is
     written as null and counted under ``record/num_non_finite``; None means "not defined at this step".
     Within ``train`` and ``sft`` the step must increase. If the last line of an existing file was cut off by a
-    kill, opening the file drops that line, warns, and counts it in ``num_torn``. Any other damaged line is a
+    kill, opening the file drops that line and warns. Any other damaged line is a
     :class:`~outrider.errors.DataError`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_torn = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._records = self._recover()
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
@@ -96,7 +95,6 @@ class MetricsWriter:
             return []
         lines, torn = read_lines(self.path)
         if torn:
-            self.num_torn = 1
             _log.warning("%s: dropped a torn last line of %d bytes", self.path.name, len(torn))
             replace_lines(self.path, lines)
         return _parse(self.path, lines)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, GetCoreSchemaHandler, TypeAdapter, create_model
 from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, core_schema
 from typing_extensions import TypedDict
 
-from outrider.config import Settings
+from outrider.config import Settings, annotation_parts
 from outrider.deprecated import warn_old_environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import describe_exception, find_origin, import_target
@@ -513,11 +513,5 @@ Marker: TypeAlias = Section | Name
 def field_markers(settings: type[BaseModel], key: str) -> list[Marker]:
     """The markers of a field, at any depth of its annotation."""
     field = settings.model_fields[key]
-
-    def find(parts: Iterable[Any]) -> Iterator[Marker]:
-        for part in parts:
-            if isinstance(part, Marker):
-                yield part
-            yield from find(get_args(part))
-
-    return list(find((*field.metadata, field.annotation)))
+    parts = annotation_parts((*field.metadata, field.annotation))
+    return [part for part in parts if isinstance(part, Marker)]

@@ -143,7 +143,10 @@ def describe_conditions(
     )
 
 
-def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> tuple[float, float]:
+_LEVEL = 0.95
+
+
+def interval(scores: Sequence[float], *, binary: bool) -> tuple[float, float]:
     """Return the confidence interval of the mean over tasks; NaN without scores.
 
     If all task scores are 0 or 1 (``binary``), this is the Wilson interval (1927), otherwise a seeded
@@ -154,9 +157,9 @@ def interval(scores: Sequence[float], *, binary: bool, level: float = 0.95) -> t
         return float("nan"), float("nan")
     if not binary:
         draws = stream(0, "bootstrap").choice(np.asarray(scores), size=(2000, len(scores))).mean(axis=1)
-        tail = 50 * (1 - level)
+        tail = 50 * (1 - _LEVEL)
         return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
-    z, n, p = NormalDist().inv_cdf(0.5 + level / 2), len(scores), fmean(scores)
+    z, n, p = NormalDist().inv_cdf(0.5 + _LEVEL / 2), len(scores), fmean(scores)
     centre, margin = p + z * z / (2 * n), z * float(np.sqrt(p * (1 - p) / n + z * z / (4 * n * n)))
     low, high = (centre - margin) / (1 + z * z / n), (centre + margin) / (1 + z * z / n)
     return max(0.0, min(low, p)), min(1.0, max(high, p))  # rounding may put a bound on the wrong side of p
@@ -187,9 +190,7 @@ class PairedGain:
         return f"{gained} over {self.earlier!r}, the same {plural(self.num_tasks, 'task')} and draws"
 
 
-def paired_gain(
-    earlier: Mapping[str, Any], later: Mapping[str, Any], *, level: float = 0.95
-) -> PairedGain | None:
+def paired_gain(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> PairedGain | None:
     """Compare two lines of ``evaluations.jsonl``.
 
     Returns None if their splits, task lists, temperatures, top-p or top-k differ, or if they have no scored
@@ -202,7 +203,7 @@ def paired_gain(
     differences = [after[key] - before[key] for key in after if key in before]
     if not differences:
         return None
-    low, high = difference_interval(differences, level=level)
+    low, high = difference_interval(differences)
     return PairedGain(
         earlier=earlier["label"],
         difference=fmean(differences),
@@ -220,7 +221,7 @@ def gain_over_start(evaluations: Sequence[Mapping[str, Any]]) -> PairedGain | No
     return paired_gain(starts[-1], evaluations[-1])
 
 
-def difference_interval(differences: Sequence[float], *, level: float = 0.95) -> tuple[float, float]:
+def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the confidence interval of the mean of paired differences.
 
     If all differences are -1, 0 or 1 (one sample per task), this is the Wald interval with half a task added
@@ -231,10 +232,10 @@ def difference_interval(differences: Sequence[float], *, level: float = 0.95) ->
     values = np.asarray(differences, dtype=np.float64)
     if not np.isin(values, (-1.0, 0.0, 1.0)).all():
         draws = stream(0, "paired bootstrap").choice(values, size=(_NUM_DRAWS, len(values))).mean(axis=1)
-        tail = 50 * (1 - level)
+        tail = 50 * (1 - _LEVEL)
         return float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))
     gained, lost, num = float((values > 0).sum()) + 0.5, float((values < 0).sum()) + 0.5, len(values) + 2.0
     centre = (gained - lost) / num
-    z = NormalDist().inv_cdf(0.5 + level / 2)
+    z = NormalDist().inv_cdf(0.5 + _LEVEL / 2)
     margin = z * math.sqrt(gained + lost - (gained - lost) ** 2 / num) / num
     return max(-1.0, centre - margin), min(1.0, centre + margin)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 from outrider.algorithms.base import ExpertPaths, TaskChoice
 from outrider.algorithms.distill_help import episode_lines, find_help_hook, with_helped_mode
@@ -227,11 +227,6 @@ def play_rounds(rollouts: Rollouts, rounds: Rounds, *, step: int) -> SampledStep
         report = rollouts.run(
             now.tasks, modes=now.modes.__getitem__, training_step=step, continued=now.is_continued
         )
-
-
-def sample_step(rollouts: Rollouts, order: TaskOrder, *, step: int, **options: Any) -> SampledStep:
-    """Roll out the chosen tasks; the ``options`` are those of :func:`sample_rounds`."""
-    return play_rounds(rollouts, sample_rounds(order, **options), step=step)
 
 
 def sample_rounds(

@@ -47,7 +47,7 @@ from outrider.training.checkpoint import (
     save_checkpoint,
 )
 from outrider.training.components import Components
-from outrider.training.run_dir import RunDirectory, check_settings, flat_settings
+from outrider.training.run_dir import RunDirectory, check_settings, comparable_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
 from outrider.viewer.progress import Progress
@@ -502,7 +502,7 @@ class RunState:
             "reference_checksum": self._reference_checksum,
             "tasks": self._tasks,
             "versions": versions(),
-            "settings": flat_settings(self.parts.settings),
+            "settings": comparable_settings(self.parts.settings),
             "inputs": self._inputs,
             "buffer_digest": self._buffer_digest(),
         }

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from outrider.algorithms.loss_settings import migrate_keys
-from outrider.config import Settings, load_settings, to_toml
+from outrider.config import Settings, flatten, load_settings, to_toml
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.files import (
     TEMPORARY,
@@ -79,13 +79,13 @@ ROUNDING: Final = {
 _LENGTH: Final = {"train.num_steps", "train.max_policy_tokens", "evaluation.every"}
 
 
-def flat_settings(settings: RunSettings) -> dict[str, Any]:
+def comparable_settings(settings: RunSettings) -> dict[str, Any]:
     """Plain values by dotted key, with ``auto`` resolved, without paths and what no number depends on."""
     from outrider.engines.local.model import resolve_precision
 
     resolved = resolve_precision(settings.model.precision, settings.model.device)
     # With the tables themselves, a key that was added to one or removed from it is noticed.
-    flat = dict(flatten(settings.model_dump(), "")) | {key: {} for key in _free_tables(settings, "")}
+    flat = dict(flatten(settings.model_dump())) | {key: {} for key in _free_tables(settings, "")}
     if Path(settings.model.name).is_dir():
         flat["model.name"] = _PATH_PLACEHOLDER
     plain = {
@@ -110,7 +110,7 @@ def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[s
 
     Raises CheckpointError, which names the keys, for changed settings that determine the results.
     """
-    now = flat_settings(settings)
+    now = comparable_settings(settings)
     changed: dict[str, tuple[Any, Any]] = {}
     for key in sorted(recorded.keys() | now):
         if key in recorded and key in now:
@@ -136,15 +136,6 @@ def check_settings(recorded: Mapping[str, Any], settings: RunSettings) -> list[s
         if reported := {key: values for key, values in changed.items() if key in kind}:
             lines.append(f"OTHER SETTINGS: {_describe_changes(reported)}; the run continues{meaning}")
     return lines
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a list is a value."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _plain(value: Any) -> Any:

@@ -79,28 +79,21 @@ def _parts(run: RunSettings, name: str) -> Any:
     return getattr(_option(run, "algorithm", "parts", None), name, None)
 
 
-def _part(name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], Any]:
-    """Whether the run lacks the part or the part meets the condition."""
+def _setting(
+    read: Callable[[RunSettings, str], Any], name: str, is_met: Callable[[Any], Any]
+) -> Callable[[RunSettings], Any]:
+    """Whether the run lacks the setting or part that ``read`` returns, or its value meets the condition."""
 
     def check(run: RunSettings) -> Any:
-        part = _parts(run, name)
-        return part is None or is_met(part)
-
-    return check
-
-
-def _setting(section: str, name: str, is_met: Callable[[Any], Any]) -> Callable[[RunSettings], Any]:
-    """Whether the section lacks a setting, or its value meets the condition."""
-
-    def check(run: RunSettings) -> Any:
-        value = _option(run, section, name, None)
+        value = read(run, name)
         return value is None or is_met(value)
 
     return check
 
 
-_algorithm = partial(_setting, "algorithm")
-_environment = partial(_setting, "environment")
+_part = partial(_setting, _parts)
+_algorithm = partial(_setting, lambda run, name: getattr(run.algorithm, name, None))
+_environment = partial(_setting, lambda run, name: getattr(run.environment, name, None))
 
 
 def _has_tool(*names: str) -> Callable[[RunSettings], bool]:

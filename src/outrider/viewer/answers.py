@@ -317,8 +317,8 @@ def memory_view(run: Path, step: int, words: str = "") -> dict[str, Any]:
     return view
 
 
-def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) -> list[dict[str, Any]]:
-    """The ``k`` nearest steps by key, or nearest tips by text, with the cosine similarity. Raises DataError,
+def neighbours(run: Path, step: int, words: str, *, memory: str) -> list[dict[str, Any]]:
+    """The 20 nearest steps by key, or nearest tips by text, with the cosine similarity. Raises DataError,
     and the embedder's error if it is not installed.
     """
     config = read_run(run).settings
@@ -338,14 +338,14 @@ def neighbours(run: Path, step: int, words: str, *, memory: str, k: int = 20) ->
                     "observation": hit.record.observation,
                     "similarity": hit.similarity,
                 }
-                for hit in buffer.query(words, k=k)
+                for hit in buffer.query(words, k=20)
             ]
     embedder = load_embedder(next((config[name] for name in _EMBEDDERS if name in config), "minilm"))
     if not tips:
         return []
     vectors = embedder.embed([words, *(tip.text for tip in tips)])
     similarities = vectors[1:].astype(np.float64) @ vectors[0].astype(np.float64)
-    best = np.argsort(-similarities, kind="stable")[:k]
+    best = np.argsort(-similarities, kind="stable")[:20]
     return [_tip(tips[i]) | {"similarity": float(similarities[i])} for i in best.tolist()]
 
 

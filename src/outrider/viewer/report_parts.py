@@ -180,12 +180,12 @@ def _bars(bars: Mapping[float, Sequence[float]], index: int, gap: float, frame: 
     return Markup('<path class="bar s{}" d="{}"/>').format(index, "".join(boxes))
 
 
-def ticks(low: float, high: float, num: int = 5) -> list[float]:
-    """About ``num`` round numbers that enclose the range, ascending, at least two."""
+def ticks(low: float, high: float) -> list[float]:
+    """About five round numbers that enclose the range, ascending, at least two."""
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):
         margin = abs(low) * 0.1 or 1.0
         low, high = low - margin, high + margin
-    raw = (high - low) / (num - 1)
+    raw = (high - low) / 4
     magnitude = 10.0 ** math.floor(math.log10(raw))
     step = next(
         factor * magnitude for factor in (1.0, 2.0, 5.0, 10.0) if factor * magnitude >= raw * (1 - 1e-9)
@@ -368,11 +368,6 @@ class SampleNode:
     head: list[tuple[str, int, str]] | str
     num_hidden: int
     tail: list[tuple[str, int, str]] | str
-
-    @property
-    def has_tokens(self) -> bool:
-        """Whether head and tail are tokens."""
-        return not isinstance(self.head, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final, Literal
 
+from outrider.config import flatten
 from outrider.errors import DataError
 from outrider.files import is_locked, parsed, readable, whole_lines
 from outrider.printing import is_graded, plural
@@ -341,8 +342,8 @@ def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str
     """The configuration for display and for comparing runs (:class:`RunData`)."""
     try:
         with path.open("rb") as stream:
-            table = tomllib.load(stream)
-        return _flat(table, "", _portable), _flat(table, "", str)
+            flat = dict(flatten(tomllib.load(stream)))
+        return {key: _portable(value) for key, value in flat.items()}, {k: str(v) for k, v in flat.items()}
     except FileNotFoundError:
         notes.append("config.toml is missing")
     except OSError as error:  # its text names folders of this machine
@@ -352,16 +353,6 @@ def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str
     except RecursionError:
         notes.append("config.toml cannot be read: it is nested too deeply")
     return {}, {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str, show: Callable[[object], str]) -> dict[str, str]:
-    rows: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            rows.update(_flat(value, f"{prefix}{key}.", show))
-        else:
-            rows[prefix + key] = show(value)
-    return rows
 
 
 def _portable(value: object) -> str:

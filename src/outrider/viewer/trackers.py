@@ -35,7 +35,7 @@ from outrider.viewer.run_reader import read_run
 
 Row: TypeAlias = tuple[str | float | bool, ...]
 IDENTITIES: Final = "trackers.json"
-_PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+PACKAGES: Final = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 _log = logging.getLogger(__name__)
 
@@ -340,7 +340,7 @@ def _describe(node: Node) -> str:
 def require_installed(names: Sequence[str]) -> None:
     """Raises ConfigError for a built-in tracker whose package is not installed; imports none of them."""
     for name in names:
-        if name in _PACKAGES and importlib.util.find_spec(_PACKAGES[name]) is None:
+        if name in PACKAGES and importlib.util.find_spec(PACKAGES[name]) is None:
             raise ConfigError(f"tracker {name!r} needs an extra: pip install 'outrider[{name}]'")
 
 

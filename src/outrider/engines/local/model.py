@@ -491,11 +491,11 @@ def check_positions(
         note(message)
 
 
-def median_seconds(run: Callable[[], object], *, repeats: int = 15, limit_s: float = math.inf) -> float:
-    """Return the median time of ``repeats`` calls after three to warm up, or of those within ``limit_s``."""
+def median_seconds(run: Callable[[], object], *, limit_s: float = math.inf) -> float:
+    """Return the median time of 15 calls after three to warm up, or of those within ``limit_s``."""
     seconds: list[float] = []
     began = time.perf_counter()
-    while len(seconds) < repeats + _NUM_WARM_UP and (not seconds or time.perf_counter() - began < limit_s):
+    while len(seconds) < 15 + _NUM_WARM_UP and (not seconds or time.perf_counter() - began < limit_s):
         before = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - before)

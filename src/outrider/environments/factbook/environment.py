@@ -12,14 +12,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from outrider.environments.base import Split, TaskSet, known_split, split_size
+from outrider.environments.base import Split, known_split, split_size
 from outrider.environments.factbook.data import Factbook, load_factbook
 from outrider.environments.factbook.questions import Question, build_questions, fact_passages
 from outrider.environments.tool_qa.environment import (
     SearchSettings,
     ToolEnvironment,
     ToolResources,
-    build_task_set,
     validate_tools,
 )
 from outrider.environments.tool_qa.rewards import RewardConfig, render_result, stop_strings
@@ -127,6 +126,7 @@ class FactbookEnvironment(ToolEnvironment):
 
     Settings = FactbookConfig
     name = "factbook"
+    expert_needs_shared = False
 
     @classmethod
     def tasks(cls, settings: FactbookConfig, split: str) -> Sequence[Task]:
@@ -152,10 +152,6 @@ class FactbookEnvironment(ToolEnvironment):
         """Load data and index. Raises DataError if this fails."""
         tools = [_search(settings.passages, settings.search)]
         return ToolResources(tools=tools, settings=settings, system_prompt=settings.system_prompt)
-
-    @classmethod
-    def build(cls, settings: FactbookConfig, context: object = None) -> TaskSet:
-        return build_task_set(cls, settings, FactbookEnvironment)
 
     def expert(self) -> Sequence[Step]:
         """The gold searches with their real results, then the answer."""

@@ -16,13 +16,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.config import Settings
-from outrider.environments.base import SPLITS, Split, TaskSet, known_split, split_size
+from outrider.environments.base import SPLITS, Split, known_split, split_size
 from outrider.environments.tool_qa.environment import (
     EpisodeConfig,
     ToolEnvironment,
     ToolName,
     ToolResources,
-    build_task_set,
     load_tools,
     plugin_name,
     tool_tags,
@@ -267,6 +266,7 @@ class ReasoningGymEnvironment(ToolEnvironment):
 
     Settings = ReasoningGymConfig
     name = "reasoning_gym"
+    expert_needs_shared = False
 
     @classmethod
     def tasks(cls, settings: ReasoningGymConfig, split: str) -> Sequence[Task]:
@@ -290,10 +290,6 @@ class ReasoningGymEnvironment(ToolEnvironment):
         return ToolResources(
             tools=tools, settings=settings, system_prompt=system_prompt(settings), verifier=verifier
         )
-
-    @classmethod
-    def build(cls, settings: ReasoningGymConfig, context: object = None) -> TaskSet:
-        return build_task_set(cls, settings, ReasoningGymEnvironment)
 
     def expert(self) -> Sequence[Step] | None:
         """The package's own answer without reasoning, which teaches the format; None if there is no answer,

@@ -442,6 +442,14 @@ class ToolEnvironment(Environment):
     protocol = "inline"
     stateful = False
     shared: ToolResources
+    expert_needs_shared: ClassVar[bool] = True
+
+    @classmethod
+    def build(cls, settings: Any, context: object = None) -> TaskSet:
+        # A subclass with an expert or a shared object of its own does not inherit the value of the class.
+        owner = next(base for base in cls.__mro__ if {"expert", "open_shared"} & vars(base).keys())
+        needs_shared = vars(owner).get("expert_needs_shared", True)
+        return (EnvironmentTaskSet if needs_shared else TasksWithAnswers)(cls, settings)
 
     @classmethod
     def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
@@ -787,16 +795,6 @@ class TasksWithAnswers(EnvironmentTaskSet):
         environment.task = task
         steps = cast(Sequence[Step] | None, environment.expert())
         return None if steps is None else list(steps)
-
-
-def build_task_set(environment: type[ToolEnvironment], settings: Any, base: type[ToolEnvironment]) -> TaskSet:
-    """Return the task set of ``base``, whose expert needs no shared object, or of a subclass of it, whose own
-    expert may need one.
-    """
-    is_unchanged = environment.expert is base.expert and (
-        environment.open_shared.__func__ is base.open_shared.__func__  # type: ignore[attr-defined]
-    )
-    return (TasksWithAnswers if is_unchanged else EnvironmentTaskSet)(environment, settings)
 
 
 def native_fault(turns: Sequence[NativeTurn], config: RewardConfig) -> str | None:
