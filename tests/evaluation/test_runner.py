@@ -67,6 +67,7 @@ def played(broken: set[str], *, num_samples: int) -> Evaluation:
 def test_faults_are_in_no_score_and_equal_results_are_no_certainty(num_samples: int) -> None:
     found = played({"task 1", "task 4"}, num_samples=num_samples)
     assert (found.score, found.num_tasks, found.num_faults) == (1.0, 3, 2 * num_samples)
+    assert len(found.fault_reasons) == 2 * num_samples and "the simulator died" in found.fault_reasons[0]
     assert sorted(found.task_scores) == ["task 0", "task 2", "task 3"]
     # three of three, whatever the samples
     assert found.ci_low == pytest.approx(3 / (3 + Z**2)) and found.ci_high == 1.0

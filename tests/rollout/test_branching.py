@@ -201,6 +201,17 @@ def test_copies_are_few_and_closed(scope: Any, bound: int, max_concurrent: int) 
     assert most_open <= bound + min(5, max_concurrent)  # the second term: environments of running forks
 
 
+def test_a_failed_copy_is_counted_and_its_fork_replays_the_actions() -> None:
+    class Uncopyable(CopyableFake):
+        def copy(self) -> CopyableFake:
+            raise RuntimeError("cannot pickle the simulator")
+
+    report, _ = play(Forking(lambda state: state.turn > 0), make=Uncopyable)
+    assert sum(num_forks(report.traces[0])) == 5
+    assert set(report.faults) == {"copy"} and report.faults["copy"] == len(report.fault_reasons) > 0
+    assert set(report.fault_reasons) == {"copying an environment: RuntimeError: cannot pickle the simulator"}
+
+
 def test_streaks_of_a_lineage_and_of_a_group() -> None:
     streaks: dict[str, list[tuple[int, int, int]]] = {}
     for scope in ("lineage", "prompt"):

@@ -17,6 +17,7 @@ from outrider.tokens import ChatRenderer
 from outrider.trace import Leaf, Trace
 from outrider.training.components import Components
 from outrider.training.data import add_off_policy_groups
+from outrider.training.step_records import trace_rows
 from outrider.types import Origin, Outcome, Task
 from tests.rollout.fakes import TOKENIZER, scheduler, scripted
 from tests.toy import ToyTaskSet
@@ -139,6 +140,8 @@ def test_a_demonstration_with_a_fault_is_masked() -> None:
     leaf = traces[0].leaves[2]
     assert leaf.is_demonstration and leaf.outcome is Outcome.ENVIRONMENT_FAULT and leaf.episode_return is None
     assert algorithm.assign_advantages(traces[0]).advantages.assigned.tolist() == [True, True, False]
+    rows = trace_rows(traces, step=STEP, tokenizer=TOKENIZER).rollouts
+    assert [row.kind for row in rows] == ["on-policy", "on-policy", "demonstration"]
 
 
 def test_no_demonstrations_and_too_many_rollouts_in_one() -> None:

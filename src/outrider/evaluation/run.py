@@ -37,7 +37,7 @@ from outrider.files import replace_file
 from outrider.printing import Terminal, plural, print_lines
 from outrider.rollout.endpoint import Collector
 from outrider.rollout.episode import Sampling
-from outrider.rollout.faults import require_results, require_room
+from outrider.rollout.faults import fault_line, require_results, require_room
 from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.training.checkpoint import STATE, checkpoints_newest_first
@@ -115,6 +115,7 @@ class LocalPlayer:
     identity: Mapping[str, Json]
     settings: EvalTasksSettings
     num_retries: int = 0
+    fault_reasons: list[str] = field(default_factory=list)
     rollout_status: RolloutStatus = field(default_factory=RolloutStatus)
 
     @classmethod
@@ -184,6 +185,7 @@ class LocalPlayer:
                     self.engine.free_cache()
                     report = scheduler.run(batch, modes=(_MODE,), training_step=-1 - sample)
                     self.num_retries += report.num_retries
+                    self.fault_reasons += report.fault_reasons
                     require_results(report.traces, report.faults)
                     require_room(report.traces, context_length=self.engine.context_length)
                     rollouts = [from_trace(trace, sample) for trace in report.traces]
@@ -191,7 +193,10 @@ class LocalPlayer:
 
     def notes(self) -> list[str]:
         """Notes to print in addition to the results."""
-        return _retry_notes(self.num_retries)
+        notes = _retry_notes(self.num_retries)
+        if self.fault_reasons:
+            notes.append(f"all faults, also of repeated tries: {fault_line(self.fault_reasons)}")
+        return notes
 
 
 @dataclass(slots=True, kw_only=True)

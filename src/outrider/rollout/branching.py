@@ -6,7 +6,6 @@ A fork shares its parent's nodes, and the engine reuses the KV cache of the shar
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -26,11 +25,12 @@ class Fork:
     """A snapshot of a running rollout before a policy turn.
 
     ``environment`` is a copy that is never stepped itself; None: the actions of ``state.episode`` are
-    replayed in a new environment.
+    replayed in a new environment, also because of ``copy_fault``.
     """
 
     state: EpisodeState
     environment: CopyableEnvironment | None
+    copy_fault: ToolFault | EnvironmentFault | None = None
 
 
 async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -> Fork:
@@ -44,15 +44,17 @@ async def make_fork(state: EpisodeState, last_node: Node, *, timeout_s: float) -
         timeout_s: time limit of the copy, in seconds.
     """
     environment = state.episode.environment
-    copy = None
+    copy, copy_fault = None, None
     if isinstance(environment, CopyableEnvironment):
-        with suppress(ToolFault, EnvironmentFault):
+        try:
             copy = await run_guarded(environment.copy, timeout_s=timeout_s)
+        except (ToolFault, EnvironmentFault) as fault:
+            copy_fault = fault
     snapshot = state.snapshot()
     snapshot.last_node, snapshot.is_forked = last_node, True
     # Exclude the turn that was just sampled: the fork samples its own.
     snapshot.num_response_tokens -= len(state.last_node.token_ids)
-    return Fork(state=snapshot, environment=copy)
+    return Fork(state=snapshot, environment=copy, copy_fault=copy_fault)
 
 
 async def fork_environment(
@@ -66,10 +68,14 @@ async def fork_environment(
 
 
 class Copies:
-    """Environment copies of forks. Each is closed once no rollout can start from it any more."""
+    """Environment copies of forks. Each is closed once no rollout can start from it any more. ``on_fault``
+    receives the faults of environments that could not be copied.
+    """
 
-    def __init__(self, close: Callable[[CopyableEnvironment], object]) -> None:
-        self._close = close
+    def __init__(
+        self, close: Callable[[CopyableEnvironment], object], on_fault: Callable[[Exception], object]
+    ) -> None:
+        self._close, self._on_fault = close, on_fault
         # Keyed by identity, because forks contain nodes, which are not hashable.
         self._open: dict[int, Fork] = {}
 
@@ -77,6 +83,8 @@ class Copies:
         """Register a new fork; ignored if it has no copy."""
         if fork.environment is not None:
             self._open[id(fork)] = fork
+        if fork.copy_fault is not None:
+            self._on_fault(fork.copy_fault)
 
     def drop(self, fork: Fork) -> None:
         """Close the copy of a fork from which no rollout will start any more."""

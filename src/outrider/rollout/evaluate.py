@@ -36,6 +36,8 @@ class Evaluation:
         num_tool_calls: mean number per rollout.
         num_policy_tokens: mean number per rollout.
         num_retries: number of attempts that were repeated after a fault.
+        fault_reasons: reasons of all faults, also of repeated attempts and of environments that failed to
+            close.
         task_scores: mean success of every scored task, by task key.
         task_returns: mean return of every scored task, by task key.
     """
@@ -53,6 +55,7 @@ class Evaluation:
     num_retries: int
     task_scores: Mapping[str, float]
     task_returns: Mapping[str, float]
+    fault_reasons: tuple[str, ...] = ()
 
 
 def evaluate(
@@ -106,6 +109,7 @@ def evaluate(
         num_retries=report.num_retries,
         task_scores=dict(zip(keys, successes, strict=True)),
         task_returns=dict(zip(keys, returns, strict=True)),
+        fault_reasons=report.fault_reasons,
     )
     return evaluation, report.traces
 

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from outrider.environments.base import EnvironmentEpisode
 from outrider.errors import (
@@ -74,9 +74,9 @@ def cancelled_leaf(rollout: int) -> Leaf:
 class FaultLog:
     """Counts faults and records their reasons.
 
-    ``counts`` has the number of faults per outcome, ``retries``, ``close`` (environments that failed to
-    close), ``reflection`` (rollouts without the reflection that a hook requested) and ``non_finite``
-    (rollouts that were lost because of NaN or infinity).
+    ``counts`` has the number of faults per outcome, ``retries``, ``close`` and ``copy`` (environments that
+    failed to close or to be copied), ``reflection`` (rollouts without the reflection that a hook requested)
+    and ``non_finite`` (rollouts that were lost because of NaN or infinity).
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -94,10 +94,11 @@ class FaultLog:
         if isinstance(fault, NonFiniteResult):
             self.counts[NON_FINITE] += 1
 
-    def add_close(self, fault: Fault) -> None:
-        """Count an environment that failed to close, which changes no outcome."""
-        self.counts["close"] += 1
-        self._reasons.setdefault((-1, -1, self.counts["close"]), f"closing an environment: {fault}")
+    def add_harmless(self, kind: Literal["close", "copy"], fault: Exception) -> None:
+        """Count an environment that failed to close or to be copied, which changes no outcome."""
+        self.counts[kind] += 1
+        done = {"close": "closing", "copy": "copying"}[kind]
+        self._reasons[-1, -1, len(self._reasons)] = f"{done} an environment: {fault}"
 
     def add_reflection(self, detail: str, *, group: int, rollout: int, attempt: int, task_key: str) -> None:
         """Count a reflection that the engine could not generate. The rollout keeps its outcome."""
@@ -106,7 +107,7 @@ class FaultLog:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons of the faults in the order of groups, rollouts and attempts; failed closes last."""
+        """Reasons of the faults in the order of groups, rollouts and attempts; harmless ones last."""
         ordered = sorted(self._reasons.items(), key=lambda entry: (entry[0][0] < 0, entry[0]))
         return tuple(reason for _, reason in ordered)
 

@@ -462,7 +462,7 @@ class Scheduler:
         try:
             await run_guarded(environment.close, timeout_s=self.limits.step_timeout_s)
         except (ToolFault, EnvironmentFault) as fault:
-            faults.add_close(fault)
+            faults.add_harmless("close", fault)
 
 
 class _Batch:
@@ -482,7 +482,8 @@ class _Batch:
         # rollout -> number of batches when one of its forks was last pending or starting
         self._needed: dict[str, int] = {}
         self._copies = Copies(
-            close=lambda environment: self._tasks.create_task(scheduler._close(environment, self._faults))
+            close=lambda environment: self._tasks.create_task(scheduler._close(environment, self._faults)),
+            on_fault=partial(self._faults.add_harmless, "copy"),
         )
         self._group_scheduler = scheduler._make_group_scheduler(
             traces, size=self._size, training_step=training_step, enqueue=self._enqueue, copies=self._copies

@@ -174,9 +174,11 @@ def _run_trials(
         )
         for line in require_room(traces, context_length=parts.engine.context_length):
             display.note(f"{label}: {line}")
-        if own.num_retries:
+        if own.fault_reasons:
             display.note(
-                f"{label}: {plural(own.num_retries, 'try was', 'tries were')} repeated after a fault"
+                f"{label}: {plural(len(own.fault_reasons), 'fault')}, "
+                f"{plural(own.num_retries, 'try was', 'tries were')} repeated: "
+                f"{fault_line(own.fault_reasons)}"
             )
         if lost := lost_reasons(traces):
             display.note(

@@ -163,7 +163,7 @@ def step_alarms(
             f"{num_masked:.0f} of {plural(num, 'rollout was', 'rollouts were')} lost to faults, "
             f"{plural(num_retries, 'try was', 'tries were')} repeated"
         )
-        if not num_masked and not num_retries:  # closed environments, reflections, experts
+        if not num_masked and not num_retries:  # closed or copied environments, reflections, experts
             lost = f"{plural(len(fault_reasons), 'fault')} that ended no rollout"
         lines.append(f"step {step}: {lost}: {fault_line(fault_reasons)}")
     if settings.environment.calls_tools and values.get("rollout/num_tool_calls") == 0.0:
@@ -688,7 +688,7 @@ def step_record(
         values |= retrieval_metrics(traces, group_advantages, counts)
     values["rollout/num_retries"] = float(report.faults["retries"])
     values["rollout/num_close_faults"] = float(report.faults["close"])
-    for kind in ("reflection", "expert"):
+    for kind in ("copy", "reflection", "expert"):
         if num := report.faults[kind]:
             values[f"rollout/num_{kind}_faults"] = float(num)
     if report.is_filtered:

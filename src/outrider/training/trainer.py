@@ -372,9 +372,8 @@ class Trainer:
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
         self.trackers.log_rollouts(state.step, sampled.traces)
-        self._note_lines(
-            step_alarms(parts.settings, step=state.step, values=values, fault_reasons=sampled.fault_reasons)
-        )
+        reasons = sampled.fault_reasons or lost_reasons(sampled.traces)  # cancelled ones are in no try
+        self._note_lines(step_alarms(parts.settings, step=state.step, values=values, fault_reasons=reasons))
         self._note_lines(self.advice.lines(sampled.traces, step=state.step, values=values))
         self._note_lines(self.range_watch.update(state.step, values))
         if parts.remote is not None:
@@ -470,11 +469,11 @@ class Trainer:
         seconds = time.monotonic() - began
         for line in require_room(traces, context_length=parts.engine.context_length):
             self.progress.note(f"{full_label}: {line}")
-        lost = lost_reasons(traces)
+        reasons = lost_reasons(traces) or evaluation.fault_reasons
         if not evaluation.num_tasks:
             raise EnvironmentFault(
                 f"the evaluation {full_label!r} has no result, every rollout was lost to a fault: "
-                f"{fault_line(lost)}"
+                f"{fault_line(reasons)}"
             )
         is_main = panel == parts.eval_sets[0].name
         values = evaluation_metrics(evaluation, panel="" if is_main else panel) | {"time/evaluation": seconds}
@@ -514,7 +513,7 @@ class Trainer:
             f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
             f"on {plural(evaluation.num_tasks, kind.replace('tasks', 'task', 1), kind)}, "
             f"{plural(evaluation.num_faults, 'fault')}"
-            f"{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}; "
+            f"{': ' if reasons else ''}{fault_line(reasons)}{repeated}{'' if gain is None else f'; {gain}'}; "
             f"{conditions}",
             event="evaluation",
             **evaluation_fields(evaluation),

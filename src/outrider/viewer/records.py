@@ -415,7 +415,7 @@ def rollout_row(
         advantage=leaf.advantage,
         intrinsic=_number(metadata.get("intrinsic")),
         mode=str(metadata.get("mode", "")),
-        kind=_kind(path),
+        kind=_kind(path, mode=str(metadata.get("mode", ""))),
         num_turns=len(policy),
         num_tokens=sum(len(row.tokens) for row in policy),
         num_calls=int(sum(_number(parse_metadata(row).get("num_tool_calls")) for row in path)),
@@ -427,8 +427,10 @@ def rollout_row(
     )
 
 
-def _kind(path: Sequence[TraceRow]) -> str:
+def _kind(path: Sequence[TraceRow], *, mode: str) -> str:
     origins = {row.origin for row in path}
+    if not origins - {Origin.PROMPT}:  # lost before its first turn
+        return next((part for part in mode.split("+") if part in ("guided", "demonstration")), "on-policy")
     if Origin.DEMONSTRATION in origins:
         return "guided" if Origin.POLICY in origins else "demonstration"
     if Origin.BUFFER in origins:
