@@ -37,7 +37,6 @@ from outrider.printing import plural
 from outrider.types import Origin
 from outrider.viewer.advantages import explain_advantages, path_to
 from outrider.viewer.configuration import comparable, digest
-from outrider.viewer.evaluations import format_evaluation, score_share
 from outrider.viewer.overview import overview as draw_overview
 from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
@@ -80,16 +79,12 @@ def metric_curves(run: Path) -> dict[str, Any]:
         "evaluations": [
             {
                 "number": number,
-                "label": evaluation.full_label
-                if score_share(evaluation) or not evaluation.metrics
-                else f"{evaluation.full_label}: {format_evaluation(evaluation)}",
+                "label": evaluation.full_label,
                 "step": evaluation.step,
                 "split": evaluation.split,
                 "num_tasks": evaluation.num_tasks,
                 "num_faults": evaluation.num_faults,
-                "score": [score.value, score.ci_low, score.ci_high]
-                if (score := score_share(evaluation))
-                else None,
+                "score": evaluation.interval,
             }
             for number, evaluation in enumerate(data.evaluations)
         ],
@@ -497,7 +492,6 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     data = read_run(run.path)
     status = run.status
     last = data.main_evaluations[-1] if data.evaluations else None
-    score = score_share(last) if last is not None else None
     alarms = read_alarms(run.path)
     return {
         "id": run.id,
@@ -509,7 +503,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "seed": data.config.get("seed", ""),
         "steps": data.num_steps,
         "num_steps": data.config.get("train.num_steps", ""),
-        "score": None if score is None else [score.value, score.ci_low, score.ci_high],
+        "score": last and last.interval,
         "scored": "" if last is None else f"{last.label}, {plural(last.num_tasks, 'task')}",
         "tokens": sum(data.total("train", name) for name in WRITTEN_TOKENS),
         "alarm": alarms[-1] if alarms else None,
