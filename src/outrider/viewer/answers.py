@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from outrider.errors import DataError
-from outrider.files import is_locked
+from outrider.files import is_locked, json_value
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import newest_revision, search_steps
@@ -139,7 +139,7 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError):
         advantages = None  # of another version, damaged, or returns with a mean of 0
     view = {"where": stem, "trace_id": trace_id, "nodes": [_node(row) for row in nodes]}
-    return view | {"rollouts": rollouts, "advantages": _clean(advantages)}
+    return view | {"rollouts": rollouts, "advantages": json_value(advantages)}
 
 
 def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
         "num_tokens": len(row["tokens"]),
         "mean_entropy": _short(sum(entropies) / len(entropies)) if entropies else None,
         "weight_version": row["weight_version"],
-        "metadata": _clean(metadata) if isinstance(metadata, dict) else {},
+        "metadata": json_value(metadata) if isinstance(metadata, dict) else {},
     }
 
 
@@ -213,15 +213,6 @@ _ROLES: Final = {
 
 def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
-
-
-def _clean(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, with None."""
-    if isinstance(value, dict):
-        return {str(key): _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Live state of a run, changes on disk since the last request of a page, and stopping a run.
