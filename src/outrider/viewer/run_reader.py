@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Final, Literal, NamedTuple
 
+from outrider.engines.base import sampling_truncation
 from outrider.errors import DataError
 from outrider.files import is_locked, parsed, readable, whole_lines
 from outrider.printing import is_graded, plural
@@ -182,11 +183,7 @@ class Evaluation:
         """The label with the name of the evaluation set, if it has one."""
         return evaluation_label(self.label, self.panel)
 
-    @property
-    def truncation(self) -> dict[str, float]:
-        """``top_p`` and ``top_k``, as far as they are set."""
-        values = {"top_p": self.top_p, "top_k": self.top_k}
-        return {name: value for name, value in values.items() if value is not None}
+    truncation = property(sampling_truncation)
 
     @property
     def score(self) -> float:
