@@ -212,7 +212,7 @@ class _Active(HTMLParser):
 def page(seed: int) -> str:
     """A run whose names, texts, tokens and settings are scripts: nothing on its page may act."""
     draw = random.Random(seed)
-    text = [_SCRIPTS[(seed + i) % len(_SCRIPTS)] + draw.choice(_SCRIPTS) for i in range(6)]
+    text = [_SCRIPTS[(seed + i) % len(_SCRIPTS)] + draw.choice(_SCRIPTS) for i in range(5)]
     with TemporaryDirectory() as folder:
         run = Path(folder)
         (run / "config.toml").write_text(
@@ -220,7 +220,7 @@ def page(seed: int) -> str:
         )
         score = {"value": 0.5, "ci_low": 0.1, "ci_high": 0.9}
         lines = [{"label": text[2], "split": text[3], "num_tasks": 1, "step": step, "temperature": 1.0,
-                  "panel_hash": text[4], "metric": {text[5]: score}} for step in (1, 2)]  # fmt: skip
+                  "panel_hash": text[4], "metric": {"score": score}} for step in (1, 2)]  # fmt: skip
         (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
         ends = {"outcome": Outcome.FINISHED, "episode_return": 1.0, "advantage": 0.0, "hybrid": False}
         forked = json.dumps({"num_forks": 1, "tool": text[0]})

@@ -3,11 +3,13 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -289,3 +291,22 @@ def readable(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             yield number, parsed(line)
         except ValueError:
             yield number, None
+
+
+def file_checksum(path: Path | str) -> int:
+    """CRC-32 of a file: finds damage, not malice. Raises OSError."""
+    value = 0
+    with open(path, "rb") as file:
+        # In pieces: a file of masters need not fit into memory beside the model.
+        while piece := file.read(2**22):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def json_value(value: Any) -> Any:
+    """The value with null for every number that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -22,7 +22,6 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 
 from outrider.algorithms.base import Algorithm, GroupAdvantages, ObjectiveSettings
-from outrider.config import Settings
 from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.environments.base import (
     CopyableEnvironment,
@@ -39,7 +38,7 @@ from outrider.environments.base import (
 )
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
-from outrider.plugins.registry import read_settings
+from outrider.plugins.registry import find_settings, read_settings
 from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
@@ -75,12 +74,6 @@ def require_picklable(label: str, value: Any) -> None:
     except Exception as error:
         raise AssertionError(f"{label} cannot be pickled for another process: {error}") from error
     require(same == value, f"{label} differs after pickling")
-
-
-def find_settings(plugin: Any) -> Settings | None:
-    """Return the settings of a plug-in instance, if it has them as ``settings`` or ``config``."""
-    candidates = (getattr(plugin, name, None) for name in ("settings", "config"))
-    return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)
 
 
 # Environments (:mod:`outrider.environments.base`).

@@ -117,7 +117,7 @@ def test_small_vector(normalization: Any) -> None:
     step_part = step_advantages_per_turn(returns, groups=groups, normalization=normalization)
     assert episode_part.tolist() == pytest.approx(expected["episode"], abs=1e-6)
     assert step_part.tolist() == pytest.approx(expected["step"], abs=1e-6)
-    values, _ = assign(SMALL, normalization=normalization, episode_statistics="turns")
+    values, _ = assign(SMALL, normalization=normalization, statistics="samples")
     assert flat(values) == pytest.approx(expected["joint"], abs=1e-6)
 
 
@@ -133,7 +133,7 @@ def test_released_vector(normalization: Any) -> None:
     for name, population in (("over_turns", scores), ("over_first_turns", first)):
         episode_part = episode_advantages_per_turn(scores, population=population, normalization=normalization)
         assert episode_part.tolist() == pytest.approx(expected[name], abs=1e-9)
-    options = {"normalization": normalization, "episode_statistics": "turns", "invalid_penalty": 0.1}
+    options = {"normalization": normalization, "statistics": "samples", "invalid_penalty": 0.1}
     assert flat(assign(large, **options)[0]) == pytest.approx(expected["joint"], abs=1e-9)
     zeros, result = assign(episodes_of("gigpo.adv.verl_agent.no_spread"), **options)
     assert flat(zeros) == [0.0] * 5 and result.advantages.reason == "no_spread"
@@ -142,8 +142,8 @@ def test_released_vector(normalization: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "normalization", "statistics"),
     [
-        ("mean_norm", "none", "turns"),
-        ("mean_std_norm", "std", "turns"),
+        ("mean_norm", "none", "samples"),
+        ("mean_std_norm", "std", "samples"),
         ("mean_norm_trajectory_stats", "none", "rollouts"),
     ],
 )
@@ -155,7 +155,7 @@ def test_vector_of_empo2_over_turns_and_over_trajectories(
     episodes = [Episode(states=one["s"], rewards=[*map(float, one["r"])]) for one in inputs["trajectories"]]
     returns = flat([discounted_returns_per_turn(one.rewards, gamma=inputs["gamma"]) for one in episodes])
     np.testing.assert_allclose(returns, expected["discounted_return"], atol=1e-4)
-    options = {"gamma": inputs["gamma"], "normalization": normalization, "episode_statistics": statistics}
+    options = {"gamma": inputs["gamma"], "normalization": normalization, "statistics": statistics}
     whole, episode_part = (
         flat(assign(episodes, step_weight=weight, **options)[0]) for weight in (inputs["omega"], 0.0)
     )
@@ -165,7 +165,7 @@ def test_vector_of_empo2_over_turns_and_over_trajectories(
 
 
 def test_statistics_over_turns_favour_long_episodes() -> None:
-    """The earlier form of EMPO²'s released code is ``episode_statistics = "turns"``."""
+    """The earlier form of EMPO²'s released code is ``statistics = "samples"``."""
     inputs, expected = load_vector("empo2", "grpo_row_level_bias")
     rows = np.repeat(inputs["returns"], inputs["turns"])
     found = episode_advantages_per_turn(inputs["returns"], population=rows, normalization="std")
@@ -232,7 +232,7 @@ def test_numpy_reference(
 ) -> None:
     values, result = assign(
         episodes, gamma=gamma, step_weight=omega, normalization=normalization, invalid_penalty=penalty,
-        episode_statistics="turns" if over_turns else "rollouts",
+        statistics="samples" if over_turns else "rollouts",
     )  # fmt: skip
     expected = reference(
         episodes, gamma=gamma, omega=omega, std=normalization == "std", penalty=penalty, over_turns=over_turns
@@ -245,12 +245,12 @@ def test_numpy_reference(
 @given(
     episodes=groups_of_episodes(states=("the red room", "the red rooms", "a blue hall", "a blue hill")),
     order=st.randoms(use_true_random=False), similarity=st.sampled_from(["exact", 0.8]),
-    normalization=st.sampled_from(["none", "std"]), statistics=st.sampled_from(["rollouts", "turns"]),
+    normalization=st.sampled_from(["none", "std"]), statistics=st.sampled_from(["rollouts", "samples"]),
 )  # fmt: skip
 def test_the_order_of_the_rollouts_changes_no_bit(
     episodes: list[Episode], order: Any, similarity: Any, normalization: str, statistics: str
 ) -> None:
-    options = {"similarity": similarity, "normalization": normalization, "episode_statistics": statistics}
+    options = {"similarity": similarity, "normalization": normalization, "statistics": statistics}
     permutation = list(range(len(episodes)))
     order.shuffle(permutation)
     base, result = assign(episodes, invalid_penalty=0.1, **options)
@@ -282,9 +282,9 @@ def test_distinct_anchors_leave_the_episode_part_and_a_common_start_counts_twice
         assert own[1:] == [of_episode] * (len(own) - 1)
 
 
-@pytest.mark.parametrize("statistics", ["rollouts", "turns"])
+@pytest.mark.parametrize("statistics", ["rollouts", "samples"])
 def test_a_rollout_that_a_fault_ended_changes_no_bit_of_the_others(statistics: str) -> None:
-    algorithm = Gigpo(validate(GigpoSettings, {"episode_statistics": statistics}))
+    algorithm = Gigpo(validate(GigpoSettings, {"statistics": statistics}))
     base, turns = build(SMALL)
     trace, others = build(SMALL)
     lost = add_node(trace, 0, Origin.POLICY, "lost", reward=99.0)
@@ -529,7 +529,7 @@ def test_settings() -> None:
     chosen = validate(GigpoSettings, {})
     expected: dict[str, Any] = {
         "gamma": 0.95, "step_weight": 1.0, "normalization": "none", "similarity": "exact",
-        "advantage": "group_centered", "episode_statistics": "rollouts", "invalid_penalty": 0.0,
+        "advantage": "group_centered", "statistics": "rollouts", "invalid_penalty": 0.0,
     }  # fmt: skip
     assert chosen.model_dump() == chosen.model_dump() | expected
     with_std = validate(GigpoSettings, {"normalization": "std", "similarity": 0.95})

@@ -170,12 +170,8 @@ def test_gigpo_as_published_and_as_released() -> None:
     own, paper, official = (validate(GigpoSettings, {"preset": name}) for name in get_args(GigpoPreset))
     assert tuple(GIGPO_PRESETS) == get_args(GigpoPreset) and own == GigpoSettings()
     assert (own.kl_weight, own.loss.dual_clip, own.sampler_correction.upper) == (0.0, None, 2.0)
-    assert (paper.episode_statistics, paper.invalid_penalty, paper.loss.dual_clip) == ("rollouts", 0.0, None)
-    assert (official.episode_statistics, official.invalid_penalty, official.loss.dual_clip) == (
-        "turns",
-        0.1,
-        3.0,
-    )
+    assert (paper.statistics, paper.invalid_penalty, paper.loss.dual_clip) == ("rollouts", 0.0, None)
+    assert (official.statistics, official.invalid_penalty, official.loss.dual_clip) == ("samples", 0.1, 3.0)
     assert official.sampler_correction is None
     for chosen in (paper, official):
         assert (chosen.kl_weight, chosen.kl_estimator, chosen.advantage) == (0.01, "k3", "group_centered")
@@ -183,4 +179,4 @@ def test_gigpo_as_published_and_as_released() -> None:
     std = validate(
         GigpoSettings, {"preset": "gigpo-official", "normalization": "std", "invalid_penalty": 0.01}
     )
-    assert (std.advantage, std.invalid_penalty, std.episode_statistics) == ("group_normalized", 0.01, "turns")
+    assert (std.advantage, std.invalid_penalty, std.statistics) == ("group_normalized", 0.01, "samples")

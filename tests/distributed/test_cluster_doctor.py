@@ -7,8 +7,8 @@ import pytest
 
 from outrider.cli import main
 from outrider.commands import cluster_doctor
-from outrider.distributed.weights import file_crc
 from outrider.errors import ClusterFault
+from outrider.files import file_checksum
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def test_missing_parts_of_a_node_are_named(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_file_is_the_same_on_a_node(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"sent")
-    checksum = file_crc(tmp_path / "file")
+    checksum = file_checksum(tmp_path / "file")
     assert cluster_doctor._inspect_node(str(tmp_path / "file"), checksum, ())["seconds"] is not None
     assert cluster_doctor._inspect_node(str(tmp_path / "file"), checksum + 1, ())["seconds"] is None
     assert cluster_doctor._inspect_node(str(tmp_path / "none"), checksum, ())["seconds"] is None

@@ -964,7 +964,9 @@ def test_settings_of_later_versions_do_not_split_a_group(tmp_path: Path) -> None
 def test_the_older_name_of_gigpo_s_statistics_does_not_split_a_group(tmp_path: Path) -> None:
     older = 'algorithm.episode_statistics = "turns"'
     earlier = make_run(tmp_path / "a", algorithm="gigpo", seed=1, settings=[older])
-    later = make_run(
-        tmp_path / "b", algorithm="gigpo", seed=2, settings=[older, 'algorithm.statistics = "samples"']
+    newer = 'algorithm.statistics = "samples"'
+    later, both = (
+        make_run(tmp_path / name, algorithm="gigpo", seed=2, settings=settings)
+        for name, settings in (("b", [newer]), ("c", [older, newer]))
     )
-    assert len(compare([earlier, later]).groups) == 1
+    assert len(compare([earlier, later]).groups) == len(compare([earlier, both]).groups) == 1

@@ -130,7 +130,8 @@ def test_the_card_has_scores_with_intervals_and_how_to_load(run: Path) -> None:
     evaluations = read_run(run).evaluations
     assert len(evaluations) >= 2
     for one in evaluations:
-        score = one.metrics["score"]
+        score = one.interval
+        assert score is not None
         bounds = f"{100 * score.value:.1f} % [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]"
         assert bounds in card and one.panel_hash in card
     assert "| **after RAPO** | 2 |" in card and "`outrider train` printed them" in card

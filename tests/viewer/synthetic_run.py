@@ -61,15 +61,12 @@ def write_evaluations(run_dir: Path) -> None:
     ]
     with (run_dir / "evaluations.jsonl").open("w") as stream:
         for label, step, value in scores:
-            metric = {
-                name: {"value": value + d, "ci_low": value + d - 0.04, "ci_high": value + d + 0.04}
-                for name, d in (("success", 0.0), ("format", 0.2))
-            }
+            score = {"value": value, "ci_low": value - 0.04, "ci_high": value + 0.04}
             line = {
                 "label": label,
                 "split": "test",
                 "num_tasks": 200,
-                "metric": metric,
+                "metric": {"score": score},
                 "step": step,
                 "temperature": 0.0,
                 "panel_hash": "9f2c" * 16,

@@ -32,7 +32,7 @@ def _evaluation(label: str, step: int, scores: dict[str, float]) -> Evaluation:
         label=label,
         split="test",
         num_tasks=len(scores),
-        metrics={},
+        interval=None,
         step=step,
         temperature=1.0,
         panel_hash="p",

@@ -63,24 +63,15 @@ def test_the_verdict_has_start_end_and_paired_gain_with_intervals(good: str, bad
 
 
 @pytest.mark.parametrize(
-    ("num_lines", "metric", "verdict"),
-    [
-        (0, "score", "no evaluation is recorded"),
-        (1, "score", "Not known whether it learned: two evaluations"),
-        (2, "f1_total", "before: 3 [2.5, 3.5]"),
-    ],
+    ("num_lines", "verdict"),
+    [(0, "no evaluation is recorded"), (1, "Not known whether it learned: two evaluations")],
 )
-def test_runs_without_a_comparison_are_not_judged_and_every_metric_has_its_number(
-    good_run: Path, tmp_path: Path, num_lines: int, metric: str, verdict: str
+def test_runs_without_a_comparison_are_not_judged(
+    good_run: Path, tmp_path: Path, num_lines: int, verdict: str
 ) -> None:
     run = shutil.copytree(good_run, tmp_path / "run")
-    lines = []
-    for line in (run / "evaluations.jsonl").read_text().splitlines()[:num_lines]:
-        entry = json.loads(line)
-        if metric != "score":
-            entry |= {"metric": {metric: {"value": 3.0, "ci_low": 2.5, "ci_high": 3.5}}, "label": "before"}
-        lines.append(json.dumps(entry) + "\n")
-    (run / "evaluations.jsonl").write_text("".join(lines))
+    lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
+    (run / "evaluations.jsonl").write_text("".join(lines[:num_lines]))
     assert verdict in text_of(page_of(run))
 
 

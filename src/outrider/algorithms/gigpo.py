@@ -151,9 +151,8 @@ class GigpoSettings(TurnScoreSettings):
 
     ``gamma`` discounts step rewards per turn. ``step_weight`` is omega of ``A = A^E + omega A^S``.
     ``normalization`` is the F of both parts, 1 or the sample std. ``similarity`` defines equal
-    observations: ``exact``, or a minimum ratio of difflib. ``episode_statistics`` is an older name of
-    ``statistics``, with ``turns`` for ``samples``. ``anchor = turn`` compares the step reward of turn number
-    k with that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of
+    observations: ``exact``, or a minimum ratio of difflib. ``anchor = turn`` compares the step reward of turn
+    number k with that of the other rollouts that have a turn k (MT-GRPO, arXiv 2505.11821, for any number of
     turns); it needs neither ``gamma`` nor ``similarity``. ``invalid_penalty`` is also subtracted from the
     step return of the turn. ``preset`` sets the defaults of all keys that you leave out.
     """
@@ -172,21 +171,16 @@ class GigpoSettings(TurnScoreSettings):
     ``turn``, the reward of a rollout's last turn counts as 0, because it may be the outcome.
     """
     similarity: Literal["exact"] | Annotated[float, Field(gt=0, le=1)] = "exact"
-    episode_statistics: Literal["rollouts", "turns"] = "rollouts"
 
     @model_validator(mode="before")
     @classmethod
     def _advantage(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        # Both names, before the preset: it sets only one of them, which must not contradict a recipe.
-        names = {"rollouts": "rollouts", "samples": "turns"}
-        if (given := str(data.get("statistics"))) in names:
-            data = {"episode_statistics": names[given], **data}
+        data = dict(data)
+        if (older := data.pop("episode_statistics", None)) is not None:  # in runs of earlier versions
+            data.setdefault("statistics", "samples" if older == "turns" else older)
         whole = with_preset(GIGPO_PRESETS, data, default="gigpo")
-        older = {old: new for new, old in names.items()}
-        if (given := str(whole.get("episode_statistics"))) in older:
-            whole = {"statistics": older[given], **whole}
         return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 
     @model_validator(mode="after")
@@ -195,11 +189,6 @@ class GigpoSettings(TurnScoreSettings):
         if self.advantage != _KINDS[self.normalization]:
             raise ValueError(
                 f"advantage = {self.advantage} contradicts normalization = {self.normalization}: leave it out"
-            )
-        if (self.episode_statistics == "turns") != (self.statistics == "samples"):
-            raise ValueError(
-                f"episode_statistics = {self.episode_statistics} contradicts statistics = {self.statistics}: "
-                "remove episode_statistics"
             )
         if self.anchor == "turn":
             for key in ("gamma", "similarity"):

@@ -106,7 +106,7 @@ GIGPO_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gigpo-official": {
         **_UNCORRECTED,
         **_DUAL,
-        "episode_statistics": "turns",
+        "statistics": "samples",
         "invalid_penalty": 0.1,
         "kl_weight": 0.01,
         "kl_estimator": "k3",

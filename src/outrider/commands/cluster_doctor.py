@@ -21,9 +21,9 @@ from outrider.config import validate
 from outrider.distributed import open_cluster, start_ranks, start_rollout_processes
 from outrider.distributed.engines import probes
 from outrider.distributed.processes import SHARED_MEMORY
-from outrider.distributed.weights import file_crc
 from outrider.doctor import Check, report
 from outrider.errors import ClusterFault
+from outrider.files import file_checksum
 from outrider.printing import plural
 from outrider.smoke import save_model
 from outrider.trace import Leaf, Trace
@@ -78,7 +78,7 @@ class _ClusterChecks:
             try:
                 marker.write_bytes(random.Random(0).randbytes(_FILE_BYTES))
                 self._nodes = cluster.on_every_node(
-                    _inspect_node, str(marker.resolve()), file_crc(marker), _PACKAGES
+                    _inspect_node, str(marker.resolve()), file_checksum(marker), _PACKAGES
                 )
             finally:
                 marker.unlink(missing_ok=True)
@@ -182,7 +182,7 @@ class _MinimalAlgorithm(Algorithm):
 def _inspect_node(marker: str, checksum: int, packages: Sequence[str]) -> dict[str, Any]:
     """Return the packages of a node, and the seconds in which it reads a file; None if it cannot."""
     start_time = time.perf_counter()
-    is_same = Path(marker).is_file() and file_crc(marker) == checksum
+    is_same = Path(marker).is_file() and file_checksum(marker) == checksum
     return {
         "host": socket.gethostname(),
         "versions": _versions(packages),

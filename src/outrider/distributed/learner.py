@@ -36,10 +36,10 @@ from outrider.distributed.processes import AGAIN, PROGRESS, Cluster, Process
 from outrider.distributed.weights import EngineClient, Sender, Source, pieces
 from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
 from outrider.errors import CheckpointError, ClusterFault, ConfigError, ProcessLost
-from outrider.files import replacing_by_name
+from outrider.files import file_checksum, replacing_by_name
 from outrider.trace import Trace
 from outrider.training.adapters import choose_trained
-from outrider.training.checkpoint import file_checksum, require_intact
+from outrider.training.checkpoint import require_intact
 from outrider.training.cold_start import cold_start
 from outrider.training.learner import OnStep
 from outrider.training.packing import RolloutPath

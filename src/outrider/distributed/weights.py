@@ -6,11 +6,10 @@ or NCCL from the GPUs of the trainer ranks to those of vLLM. Engines read only t
 
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +23,7 @@ from outrider.engines.base import EngineSettings
 from outrider.engines.vllm.engine import require_interface
 from outrider.engines.vllm.weight_sum import NAME, append_sum
 from outrider.errors import ClusterFault, ConfigError
+from outrider.files import file_checksum
 from outrider.training.adapters import (
     broken_ties,
     iter_merged,
@@ -32,8 +32,6 @@ from outrider.training.adapters import (
     to_folder_format,
 )
 from outrider.training.learner import Learner
-
-_CRC_BYTES: Final = 2**24  # per read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +81,7 @@ class WeightFiles:
             temporary = path.with_suffix(".tmp")
             save_file({name: _unshared(tensor) for name, tensor in own.items()}, temporary)
             temporary.replace(path)
-            checksum = file_crc(path)
+            checksum = file_checksum(path)
         except (OSError, SafetensorError) as error:
             raise ClusterFault(f"the weights for the engines: {path}: {error}") from error
         self.newest = Parcel(
@@ -144,15 +142,6 @@ def _unshared(tensor: Tensor) -> Tensor:
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
-def file_crc(path: Path | str) -> int:
-    """Return the CRC-32 of a file."""
-    checksum = 0
-    with open(path, "rb") as file:
-        while data := file.read(_CRC_BYTES):
-            checksum = zlib.crc32(data, checksum)
-    return checksum
-
-
 @torch.no_grad()
 def read(parcel: Parcel, into: Mapping[str, Tensor], *, version: int | None) -> int:
     """Copy a parcel into tensors by name, or only what has changed if their ``version`` is the one before;
@@ -162,7 +151,7 @@ def read(parcel: Parcel, into: Mapping[str, Tensor], *, version: int | None) -> 
     if version is not None and version == parcel.previous and not parcel.changed:
         return num_bytes
     try:
-        if file_crc(parcel.path) != parcel.checksum:
+        if file_checksum(parcel.path) != parcel.checksum:
             raise ClusterFault(f"the weights of version {parcel.version} did not arrive as they were sent")
         with safe_open(parcel.path, "pt") as file:
             is_next = version is not None and version == parcel.previous

@@ -127,6 +127,11 @@ class Request:
     cache_key: str | None = None
 
 
+def sampling_truncation(sampling: Any) -> dict[str, Any]:
+    """``top_p`` and ``top_k`` of settings or of a request, as far as they are set."""
+    return {name: value for name in ("top_p", "top_k") if (value := getattr(sampling, name)) is not None}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A sampled continuation.

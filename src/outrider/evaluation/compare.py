@@ -127,7 +127,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
         evaluations=_evaluations(data, notes),
         trials=()
         if data.config.get("evaluation.num_trials", "0") == "0"
-        else tuple(evaluation for evaluation in data.main_evaluations if "score" in evaluation.metrics),
+        else tuple(evaluation for evaluation in data.main_evaluations if evaluation.interval),
         notes=tuple(notes),
         record=tomllib.loads((path / "config.toml").read_text(encoding="utf-8")),
     )
@@ -173,7 +173,7 @@ def _costs(data: RunData, steps: Sequence[int], notes: list[str]) -> dict[str, S
 def _evaluations(data: RunData, notes: list[str]) -> tuple[Evaluation, ...]:
     """The last evaluation of each step, limited to evaluations with the tasks of the last one."""
     scored_by_step = {
-        evaluation.step: evaluation for evaluation in data.main_evaluations if "score" in evaluation.metrics
+        evaluation.step: evaluation for evaluation in data.main_evaluations if evaluation.interval
     }
     ascending = [scored_by_step[step] for step in sorted(scored_by_step)]
     comparable = tuple(

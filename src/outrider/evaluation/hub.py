@@ -297,14 +297,13 @@ def model_card(
 def _scores(evaluations: tuple[Evaluation, ...], step: int) -> str:
     rows = []
     for evaluation in evaluations:
-        metric = evaluation.metrics.get("score")
-        if evaluation.step > step or metric is None:
+        if evaluation.step > step or evaluation.interval is None:
             continue
         cells = [
             f"**{evaluation.full_label}**" if evaluation.step == step else evaluation.full_label,
             f"{evaluation.step}",
-            score(metric.value, metric.ci_low, metric.ci_high)
-            + format_mean_return(metric.value, evaluation.mean_return).rstrip(","),
+            score(*evaluation.interval)
+            + format_mean_return(evaluation.score, evaluation.mean_return).rstrip(","),
             f"{evaluation.num_tasks} of `{evaluation.split}`",
             f"{evaluation.num_faults}",
             f"{evaluation.temperature:g}",

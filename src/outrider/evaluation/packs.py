@@ -38,7 +38,7 @@ from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
-from outrider.files import replacing_folder, whole_lines
+from outrider.files import json_value, replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.printing import plural, score
 from outrider.protocols import run_difference
@@ -647,7 +647,7 @@ def make_tables(pack: Path, manifest: Manifest) -> dict[str, Any]:
         }
     except (ValueError, TypeError, ArithmeticError, RecursionError) as error:  # values that no run writes
         raise PackError(f"the results cannot be read: {type(error).__name__}: {error}"[:300]) from error
-    plain: dict[str, Any] = json.loads(json.dumps(_plain(tables)))
+    plain: dict[str, Any] = json.loads(json.dumps(json_value(tables)))
     return plain
 
 
@@ -723,15 +723,6 @@ def _costs(pack: Path, name: str) -> dict[str, Any]:
     run = load_run(pack / "runs" / name, name)
     spent = {axis: float(run.costs[axis][-1]) for axis in AXES if axis in run.costs and run.num_steps}
     return {"run": name, "seed": run.config["seed"], "algorithm": run.config["algorithm.type"], **spent}
-
-
-def _plain(value: Any) -> Any:
-    """The tree with None where a number is not defined."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ of one value.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Final, TypeAlias
@@ -112,14 +112,7 @@ def iqm_estimate(
 
     ``within`` is the range of possible values. Scaled deviations may exceed it, so the interval is clipped.
     """
-    value = float(interquartile_mean(sample.scores.mean(axis=1)))
-    if sample.num_runs < 2:
-        return Estimate(value=value, low=math.nan, high=math.nan)
-    return _estimate(
-        value,
-        interquartile_mean(_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=True)),
-        within,
-    )
+    return _estimate(interquartile_mean, sample, seed=seed, num_draws=num_draws, within=within)
 
 
 def iqm_difference(
@@ -135,17 +128,11 @@ def iqm_difference(
 
     Raises ``ValueError`` if the numbers of tasks differ.
     """
-    _check_tasks(first, second)
-    value = float(
-        interquartile_mean(first.scores.mean(axis=1)) - interquartile_mean(second.scores.mean(axis=1))
-    )
-    if min(first.num_runs, second.num_runs) < 2:
-        return Estimate(value=value, low=math.nan, high=math.nan)
-    means = [
-        interquartile_mean(_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=True))
-        for sample in (first, second)
-    ]
-    return _estimate(value, means[0] - means[1], within)
+
+    def difference(first: Scores, second: Scores) -> Scores:
+        return interquartile_mean(first) - interquartile_mean(second)
+
+    return _estimate(difference, first, second, seed=seed, num_draws=num_draws, within=within)
 
 
 def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws: int = NUM_DRAWS) -> Estimate:
@@ -153,14 +140,9 @@ def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws:
 
     Raises ``ValueError`` if the numbers of tasks differ.
     """
-    _check_tasks(first, second)
-    value = float(improvement_probability(first.scores.mean(axis=1), second.scores.mean(axis=1)))
-    if min(first.num_runs, second.num_runs) < 2:
-        return Estimate(value=value, low=math.nan, high=math.nan)
-    draws = [
-        _bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=False) for sample in (first, second)
-    ]
-    return _estimate(value, improvement_probability(draws[0], draws[1]), (0.0, 1.0))
+    return _estimate(
+        improvement_probability, first, second, seed=seed, num_draws=num_draws, within=(0.0, 1.0), widen=False
+    )
 
 
 def iqm_band(
@@ -224,11 +206,6 @@ def bin_means(x: Scores, values: Scores, edges: Scores) -> Scores:
     )
 
 
-def _check_tasks(first: Sample, second: Sample) -> None:
-    if first.scores.shape[1] != second.scores.shape[1]:
-        raise ValueError(f"{first.name} and {second.name} were not scored on the same tasks")
-
-
 def _bootstrap_means(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
     """Mean scores of resampled runs on resampled tasks, shape (draws, runs). For one ``seed``, all samples
     use the same resampled tasks.
@@ -255,8 +232,22 @@ def _widened(scores: Scores) -> Scores:
     return np.asarray(centre + math.sqrt(num / (num - 1)) * (scores - centre), dtype=np.float64)
 
 
-def _estimate(value: float, draws: Scores, within: tuple[float, float]) -> Estimate:
-    low, high = np.clip(np.percentile(draws, _TAILS), *within)
+def _estimate(
+    statistic: Callable[..., Scores],
+    *samples: Sample,
+    seed: int,
+    num_draws: int,
+    within: tuple[float, float],
+    widen: bool = True,
+) -> Estimate:
+    """``statistic`` of the runs' mean scores of one or two samples, with its interval over runs and tasks."""
+    if len({sample.scores.shape[1] for sample in samples}) > 1:
+        raise ValueError(f"{samples[0].name} and {samples[1].name} were not scored on the same tasks")
+    value = float(statistic(*(sample.scores.mean(axis=1) for sample in samples)))
+    if min(sample.num_runs for sample in samples) < 2:
+        return Estimate(value=value, low=math.nan, high=math.nan)
+    draws = [_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=widen) for sample in samples]
+    low, high = np.clip(np.percentile(statistic(*draws), _TAILS), *within)
     return Estimate(value=value, low=float(low), high=float(high))
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from outrider.config import NONE, Settings, to_toml
+from outrider.engines.base import sampling_truncation
 from outrider.engines.chat import EndpointSettings
 from outrider.environments.base import (
     EnvironmentConfig,
@@ -475,11 +476,7 @@ class EvalTasksSettings(Settings):
     """Seconds without progress after which a line reports where the evaluation waits (0: never)."""
     seed: int = 0
 
-    @property
-    def truncation(self) -> dict[str, Any]:
-        """``top_p`` and ``top_k``, as far as they are set."""
-        values = {"top_p": self.top_p, "top_k": self.top_k}
-        return {name: value for name, value in values.items() if value is not None}
+    truncation: ClassVar = property(sampling_truncation)
 
     @property
     def num_concurrent(self) -> int:

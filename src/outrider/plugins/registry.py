@@ -244,11 +244,11 @@ def load_settings_class(kind: Kind, name: str) -> type[Settings]:
     """The settings class of a plug-in, with the recipe's name as ``type``."""
     own = getattr(resolve(kind, name), "Settings", None)
     if own is None and (kind, name) in _substitutes:
-        own = type(_settings_of(_substitutes[kind, name]))
+        own = type(find_settings(_substitutes[kind, name]))
     return _bound(kind, name, own if own is not None and issubclass(own, Settings) else settings_base(kind))
 
 
-def _settings_of(plugin: object) -> Settings | None:
+def find_settings(plugin: object) -> Settings | None:
     """The settings of an object, if it has them under a usual name."""
     candidates = (getattr(plugin, name, None) for name in ("settings", "config", "objective"))
     return next((candidate for candidate in candidates if isinstance(candidate, Settings)), None)
@@ -320,7 +320,7 @@ def substitute(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, 
         if kind == "environments":
             warn_old_environment(cls)
         name = f"{cls.__module__}:{cls.__qualname__}"
-        own = _settings_of(plugin)
+        own = find_settings(plugin)
         sections[kind] = {**({} if own is None else own.model_dump(exclude={"type"})), "type": name}
         _substitutes[kind, name] = plugin
         keys.append((kind, name))

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from outrider.config import Settings
+from outrider.engines.base import sampling_truncation
 
 
 class Limits(Settings):
@@ -178,8 +179,4 @@ class EvaluationSettings(Settings):
         only = EvaluationSet(name="", split=self.split, num_tasks=self.num_tasks, sha256=self.panel)
         return self.panels or (only,)
 
-    @property
-    def truncation(self) -> dict[str, Any]:
-        """``top_p`` and ``top_k``, as far as they are set."""
-        values = {"top_p": self.top_p, "top_k": self.top_k}
-        return {name: value for name, value in values.items() if value is not None}
+    truncation: ClassVar = property(sampling_truncation)

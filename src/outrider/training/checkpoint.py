@@ -21,7 +21,15 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import CheckpointError
-from outrider.files import remove, remove_leftovers, replace_file, replacing_by_name, replacing_folder, sync
+from outrider.files import (
+    file_checksum,
+    remove,
+    remove_leftovers,
+    replace_file,
+    replacing_by_name,
+    replacing_folder,
+    sync,
+)
 from outrider.training.policy import OPTIMIZER, Policy, Scorer, tensor_files
 
 if TYPE_CHECKING:
@@ -29,16 +37,6 @@ if TYPE_CHECKING:
 
 STATE: Final = "state.json"
 _OWN: Final = "own_checksum"
-
-
-def file_checksum(path: Path) -> int:
-    """CRC-32 of a file: finds damage, not malice. Raises OSError."""
-    value = 0
-    with path.open("rb") as file:
-        # In pieces: a file of masters need not fit into memory beside the model.
-        while piece := file.read(2**22):
-            value = zlib.crc32(piece, value)
-    return value
 
 
 def write_checksummed(path: Path, content: Mapping[str, Any]) -> None:

@@ -221,13 +221,8 @@ class ClusterSettings(Settings):
             removed.add(f"weights = {kept['weights']}")
             kept["weights"] = "files"
         if removed:
-            warnings.warn_explicit(  # not of the library that calls this
-                f"cluster: {', '.join(sorted(removed))} no longer exist; max_staleness selects how far "
-                "rollouts may be ahead, and weights go through files or nccl",
-                FutureWarning,
-                filename="cluster",
-                lineno=0,
-            )
+            text = f"cluster: {', '.join(sorted(removed))} no longer exist; see max_staleness and weights"
+            warnings.warn(text, FutureWarning, stacklevel=2)
         return kept
 
     @property

@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from outrider.errors import DataError
-from outrider.files import is_locked
+from outrider.files import is_locked, json_value
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import newest_revision, search_steps
@@ -37,7 +37,6 @@ from outrider.printing import plural
 from outrider.types import Origin
 from outrider.viewer.advantages import explain_advantages, path_to
 from outrider.viewer.configuration import comparable, digest
-from outrider.viewer.evaluations import format_evaluation, score_share
 from outrider.viewer.overview import overview as draw_overview
 from outrider.viewer.ranges import bounds
 from outrider.viewer.records import SCHEMA, StepFiles, read_changes, read_rollouts, step_file
@@ -80,16 +79,12 @@ def metric_curves(run: Path) -> dict[str, Any]:
         "evaluations": [
             {
                 "number": number,
-                "label": evaluation.full_label
-                if score_share(evaluation) or not evaluation.metrics
-                else f"{evaluation.full_label}: {format_evaluation(evaluation)}",
+                "label": evaluation.full_label,
                 "step": evaluation.step,
                 "split": evaluation.split,
                 "num_tasks": evaluation.num_tasks,
                 "num_faults": evaluation.num_faults,
-                "score": [score.value, score.ci_low, score.ci_high]
-                if (score := score_share(evaluation))
-                else None,
+                "score": evaluation.interval,
             }
             for number, evaluation in enumerate(data.evaluations)
         ],
@@ -144,7 +139,7 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, AttributeError, ArithmeticError):
         advantages = None  # of another version, damaged, or returns with a mean of 0
     view = {"where": stem, "trace_id": trace_id, "nodes": [_node(row) for row in nodes]}
-    return view | {"rollouts": rollouts, "advantages": _clean(advantages)}
+    return view | {"rollouts": rollouts, "advantages": json_value(advantages)}
 
 
 def tokens_view(run: Path, stem: str, trace_id: str, rollout: int) -> dict[str, Any]:
@@ -201,7 +196,7 @@ def _node(row: dict[str, Any]) -> dict[str, Any]:
         "num_tokens": len(row["tokens"]),
         "mean_entropy": _short(sum(entropies) / len(entropies)) if entropies else None,
         "weight_version": row["weight_version"],
-        "metadata": _clean(metadata) if isinstance(metadata, dict) else {},
+        "metadata": json_value(metadata) if isinstance(metadata, dict) else {},
     }
 
 
@@ -218,15 +213,6 @@ _ROLES: Final = {
 
 def _short(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
-
-
-def _clean(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON cannot represent, with None."""
-    if isinstance(value, dict):
-        return {str(key): _clean(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_clean(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # Live state of a run, changes on disk since the last request of a page, and stopping a run.
@@ -497,7 +483,6 @@ def overview(run: ViewedRun) -> dict[str, Any]:
     data = read_run(run.path)
     status = run.status
     last = data.main_evaluations[-1] if data.evaluations else None
-    score = score_share(last) if last is not None else None
     alarms = read_alarms(run.path)
     return {
         "id": run.id,
@@ -509,7 +494,7 @@ def overview(run: ViewedRun) -> dict[str, Any]:
         "seed": data.config.get("seed", ""),
         "steps": data.num_steps,
         "num_steps": data.config.get("train.num_steps", ""),
-        "score": None if score is None else [score.value, score.ci_low, score.ci_high],
+        "score": last and last.interval,
         "scored": "" if last is None else f"{last.label}, {plural(last.num_tasks, 'task')}",
         "tokens": sum(data.total("train", name) for name in WRITTEN_TOKENS),
         "alarm": alarms[-1] if alarms else None,

@@ -61,8 +61,9 @@ def comparable(config: Mapping[str, str]) -> dict[str, str]:
     # These have no effect beside others, and earlier versions did not record them.
     if config.get("environment.context", "chat") == "chat":
         unread.append("environment.window.")
-    if "algorithm.episode_statistics" in config:  # the older name of the same setting
-        unread.append("algorithm.statistics")
+    if older := config.get("algorithm.episode_statistics"):  # the name in runs of earlier versions
+        config = {**config, "algorithm.statistics": older.replace("turns", "samples")}
+        unread.append("algorithm.episode_statistics")
     return {
         key: ("none" if value == "none" else "given") if key in presence_keys else value
         for key, value in {_BUDGET: "none", **config}.items()

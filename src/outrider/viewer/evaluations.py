@@ -1,5 +1,6 @@
 """Evaluations of a run as charts over training steps and as tables."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -7,10 +8,9 @@ from typing import Any, Final
 from outrider.printing import plural, score
 from outrider.rollout.evaluate import PairedGain, describe_conditions, gain_over_start
 from outrider.viewer.report_parts import Chart, Point, Series
-from outrider.viewer.run_reader import Evaluation, Interval, RunData
+from outrider.viewer.run_reader import Evaluation, RunData
 
 _MAX_SERIES: Final = 4  # the number of line styles of the page
-SHARES: Final = frozenset({"score", "success"})  # shares of solved tasks; other metrics are plain numbers
 _MAX_NAME: Final = 18  # characters that fit under the axis
 _WITHOUT: Final = "Played on held-out tasks without retrieval, tips or any other help of training."
 _WITH_MEMORY: Final = (
@@ -19,7 +19,7 @@ _WITH_MEMORY: Final = (
 
 
 def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
-    """Charts of each split's first metric over training steps, with captions. A chart has one line for each
+    """Charts of each split's score over training steps, with captions. A chart has one line for each
     set of tasks that was evaluated at least twice.
 
     The last evaluation at step 0 is the policy at the start of training. Earlier evaluations, such as that of
@@ -29,14 +29,11 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
     is_trial = _has_trials(run)
     charts: list[tuple[Chart, str]] = []
     for name_of_set, group in _evaluation_sets(run):
-        evaluations = [evaluation for evaluation in group if evaluation.metrics]
-        name = next((metric for evaluation in evaluations for metric in evaluation.metrics), "")
-        scored = [evaluation for evaluation in evaluations if name in evaluation.metrics]
+        scored = [evaluation for evaluation in group if evaluation.interval]
         positions = {} if is_trial else _early_positions(scored)
         lines = [
             _line(
                 tasks_hash,
-                name,
                 [evaluation for evaluation in scored if evaluation.panel_hash == tasks_hash],
                 positions,
                 is_trial=is_trial,
@@ -46,20 +43,16 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
         series = tuple(line for line in lines if len(line.values) > 1)[:_MAX_SERIES]
         if not series:
             continue
-        is_share = name in SHARES
         axis = {
             position: label if len(label) <= _MAX_NAME else "before" for label, position in positions.items()
         }
         x_label = "trial" if is_trial else "step"
-        unit = "solved, %" if is_share else f"{name} (no share)"
-        title = f"Evaluation on {name_of_set}"
+        title, unit = f"Evaluation on {name_of_set}", "solved, %"
         chart = Chart(
-            title=title, x_label=x_label, y_label=unit, series=series, is_share=is_share, x_tick_labels=axis
+            title=title, x_label=x_label, y_label=unit, series=series, is_share=True, x_tick_labels=axis
         )
         before = " Left of step 0: before the cold start, which is no training step." if axis else ""
-        charts.append(
-            (chart, f"Points with 95 % intervals. {_describe_conditions(run, evaluations)}{before}")
-        )
+        charts.append((chart, f"Points with 95 % intervals. {_describe_conditions(run, scored)}{before}"))
     return charts
 
 
@@ -72,12 +65,7 @@ def _early_positions(evaluations: Sequence[Evaluation]) -> dict[str, float]:
 
 
 def _line(
-    tasks_hash: str,
-    name: str,
-    evaluations: Sequence[Evaluation],
-    positions: Mapping[str, float],
-    *,
-    is_trial: bool,
+    tasks_hash: str, evaluations: Sequence[Evaluation], positions: Mapping[str, float], *, is_trial: bool
 ) -> Series:
     """The line of one set of tasks. If a position or step was evaluated several times, the last one
     counts."""
@@ -87,9 +75,9 @@ def _line(
         latest[trial if is_trial else position] = evaluation
     points: list[Point] = []
     for x, evaluation in sorted(latest.items()):
-        value = evaluation.metrics[name]
         label = evaluation.label if is_trial or x < 0 else f"{evaluation.label}, step {evaluation.step}"
-        points.append(Point(x=x, value=value.value, low=value.ci_low, high=value.ci_high, name=label))
+        value, low, high = evaluation.interval or (None, None, None)
+        points.append(Point(x=x, value=value, low=low, high=high, name=label))
         if x < 0:
             points.append(Point(x=x, value=None))  # break the line: no training happened in between
     return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
@@ -122,25 +110,17 @@ def score_mark(config: Mapping[str, str]) -> str:
 
 
 def evaluation_tables(run: RunData) -> list[dict[str, Any]]:
-    """A table per split for the template: ``rows`` are (metric, one cell per column), ``columns`` the labels
+    """A table per split for the template: ``rows`` are (name, one cell per column), ``columns`` the labels
     with their details. If a label was evaluated several times, the table has the last result.
     """
     tables: list[dict[str, Any]] = []
     for name_of_set, group in _evaluation_sets(run):
         last = {evaluation.label: evaluation for evaluation in group}  # the chart has all evaluations
         columns = list(last.values())
-        names = dict.fromkeys(name for evaluation in columns for name in evaluation.metrics)
         rows: list[tuple[str, list[str]]] = []
-        for name in names:
-            is_share = name in SHARES
-            cells = [
-                "not measured"
-                if (metric := evaluation.metrics.get(name)) is None
-                else score(metric.value, metric.ci_low, metric.ci_high, is_share=is_share)
-                for evaluation in columns
-            ]
-            kind = "share of tasks solved" if is_share else "a number, no share"
-            rows.append((f"{name} ({kind})", cells))
+        if any(evaluation.interval for evaluation in columns):
+            cells = [score(*(evaluation.interval or (math.nan,))) for evaluation in columns]
+            rows.append(("score (share of tasks solved)", cells))
         if any(evaluation.graded_return is not None for evaluation in columns):
             returns = [evaluation.mean_return for evaluation in columns]
             cells = ["not measured" if mean is None else score(mean, is_share=False) for mean in returns]
@@ -183,22 +163,15 @@ def _head(run: RunData, evaluation: Evaluation) -> str:
     return f"step {evaluation.step}, {plural(evaluation.num_tasks, 'task')}{faults}, {conditions}"
 
 
-def score_share(evaluation: Evaluation) -> Interval | None:
-    """The share of solved tasks, or None if the evaluation has only metrics that are no share."""
-    return next((value for name, value in evaluation.metrics.items() if name in SHARES), None)
-
-
 def gain_of_main(run: RunData) -> PairedGain | None:
     """The gain of the last evaluation on the main set over the last one at step 0."""
-    scored = [asdict(evaluation) for evaluation in run.main_evaluations if evaluation.metrics]
+    scored = [asdict(evaluation) for evaluation in run.main_evaluations if evaluation.interval]
     return gain_over_start(scored) if scored else None
 
 
 def format_evaluation(evaluation: Evaluation) -> str:
-    """The first metric of an evaluation with its interval, the tasks and the temperature."""
-    name = "score" if "score" in evaluation.metrics else next(iter(evaluation.metrics))
-    metric = evaluation.metrics[name]
-    text = score(metric.value, metric.ci_low, metric.ci_high, is_share=name in SHARES)
+    """The score of an evaluation with its interval, the tasks and the temperature."""
+    text = score(*(evaluation.interval or (math.nan,)))
     kind = "training task" if evaluation.num_training_tasks >= evaluation.num_tasks else "task"
     share = (
         f" ({evaluation.num_training_tasks} of training)"

@@ -215,7 +215,7 @@ def _without_run(text: str, run: Path) -> str:
 
 def _verdict(data: RunData) -> tuple[str, str]:
     """(CSS class, sentence) about the first and the last evaluation of the main set."""
-    scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
+    scored = [evaluation for evaluation in data.main_evaluations if evaluation.interval]
     if not scored:
         return "", "Not known whether it learned: no evaluation is recorded."
     result = format_evaluation(scored[-1]).replace("  ", " on ", 1)

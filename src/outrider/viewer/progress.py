@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider.errors import ConfigError
+from outrider.files import json_value
 from outrider.printing import Terminal, one_line
 from outrider.rollout.hooks import RolloutStatus
 from outrider.signals import STOPPING, clear_before_exit
@@ -485,7 +486,7 @@ class JsonProgress(PlainProgress):
 
     def _format(self, line: str, text: str, event: str, fields: Mapping[str, Any]) -> str:
         named = {
-            name.replace(" ", "_").replace("/", "_per_"): _json_value(value) for name, value in fields.items()
+            name.replace(" ", "_").replace("/", "_per_"): json_value(value) for name, value in fields.items()
         }
         shown = {} if event in _FIELDS_ONLY else {"text": one_line(text)}
         record = {"time": round(self._wall_clock(), 3), "event": event, **shown, **named}
@@ -506,15 +507,6 @@ def _separate_stderr(stdout: TextIO | None) -> TextIO | None:
         if not os.path.sameopenfile(stdout.fileno(), sys.stderr.fileno()):
             return sys.stderr
     return None
-
-
-def _json_value(value: Any) -> Any:
-    """The value with null for every number that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class RichProgress(_StageProgress):

@@ -16,9 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from outrider.config import flatten
+from outrider.engines.base import sampling_truncation
 from outrider.errors import DataError
 from outrider.files import is_locked, parsed, readable, whole_lines
 from outrider.printing import is_graded, plural
@@ -144,8 +145,7 @@ _LARGEST: Final = 1e300  # sums and ranges of larger numbers overflow
 _LARGEST_STEP: Final = 2**53  # larger ones are no floats of their own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
+class Interval(NamedTuple):
     """A score with its 95 % interval."""
 
     value: float
@@ -155,8 +155,8 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One line of ``evaluations.jsonl``. ``metrics`` are the finite ones; ``task_scores`` and
-    ``task_returns`` are empty where they are not on file.
+    """One line of ``evaluations.jsonl``. ``interval`` is None if every rollout ended in a fault;
+    ``task_scores`` and ``task_returns`` are empty if they are not on file.
 
     ``num_faults`` are rollouts that ended in a fault and are in no score; ``num_training_tasks`` of the tasks
     are training tasks. ``panel`` is the name of the evaluation set, or "" if the run has only one.
@@ -166,7 +166,7 @@ class Evaluation:
     label: str
     split: str
     num_tasks: int
-    metrics: Mapping[str, Interval]
+    interval: Interval | None
     step: int
     temperature: float
     panel_hash: str
@@ -184,16 +184,12 @@ class Evaluation:
         """The label with the name of the evaluation set, if it has one."""
         return evaluation_label(self.label, self.panel)
 
-    @property
-    def truncation(self) -> dict[str, float]:
-        """``top_p`` and ``top_k``, as far as they are set."""
-        values = {"top_p": self.top_p, "top_k": self.top_k}
-        return {name: value for name, value in values.items() if value is not None}
+    truncation = property(sampling_truncation)
 
     @property
     def score(self) -> float:
-        """Mean success over tasks. Raises KeyError if no rollout has a result."""
-        return self.metrics["score"].value
+        """Mean success over tasks, or NaN if no rollout has a result."""
+        return math.nan if self.interval is None else self.interval.value
 
     @property
     def conditions(self) -> tuple[str, float, str, float | None, float | None]:
@@ -203,8 +199,7 @@ class Evaluation:
     @property
     def graded_return(self) -> float | None:
         """The mean return if it differs from the share of solved tasks, else None."""
-        score = self.metrics.get("score")
-        return self.mean_return if score is not None and is_graded(score.value, self.mean_return) else None
+        return self.mean_return if is_graded(self.score, self.mean_return) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,24 +399,12 @@ def _task_values(line: Mapping[str, Any], name: str) -> dict[str, float]:
 
 def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     try:
-        metrics = {
-            str(name): Interval(
-                value=float(interval["value"]),
-                ci_low=float(interval["ci_low"]),
-                ci_high=float(interval["ci_high"]),
-            )
-            for name, interval in line["metric"].items()
-        }
-        defined = {
-            name: interval
-            for name, interval in metrics.items()
-            if None not in map(finite, (interval.value, interval.ci_low, interval.ci_high))
-        }
+        interval = Interval(*(float(line["metric"]["score"][name]) for name in Interval._fields))
         evaluation = Evaluation(
             label=str(line["label"]),
             split=str(line["split"]),
             num_tasks=int(line["num_tasks"]),
-            metrics=defined,
+            interval=None if None in map(finite, interval) else interval,
             step=int(line["step"]),
             temperature=float(line["temperature"]),
             panel_hash=str(line["panel_hash"]),
@@ -440,11 +423,9 @@ def _evaluation(line: Mapping[str, Any], notes: list[str]) -> Evaluation | None:
     if abs(evaluation.step) >= _LARGEST_STEP:
         notes.append("evaluations.jsonl: an evaluation of an impossible step was left out")
         return None
-    if undefined := sorted(metrics.keys() - defined.keys()):  # every rollout ended in a fault
-        notes.append(
-            f"evaluations.jsonl: {evaluation.label!r} has no {', '.join(undefined)}: "
-            f"{plural(evaluation.num_faults, 'fault')}"
-        )
+    if evaluation.interval is None:
+        faults = plural(evaluation.num_faults, "fault")
+        notes.append(f"evaluations.jsonl: {evaluation.label!r} has no score: {faults}")
     return evaluation
 
 

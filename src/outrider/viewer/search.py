@@ -4,7 +4,6 @@ All rollouts are one table in memory of a few hundred bytes each, without texts 
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from outrider.errors import DataError
+from outrider.files import json_value
 from outrider.viewer.records import (
     ROLLOUT_SCHEMA,
     ROLLOUTS,
@@ -182,13 +182,7 @@ def rows_of_table(table: pa.Table) -> list[dict[str, Any]]:
     for row in rows:
         for name in ("targets", "reward_parts"):
             row[name] = _parsed(row[name])
-    return [
-        {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in row.items()
-        }
-        for row in rows
-    ]
+    return [json_value(row) for row in rows]
 
 
 def _parsed(text: str | None) -> Any:

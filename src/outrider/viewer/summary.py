@@ -53,7 +53,7 @@ def one_line_summary(run: Path) -> str:
     """Method, task, steps, and the last score with its interval, as far as they are recorded."""
     data = read_run(run)
     parts = [f"{data.method or '?'} on {data.config.get('environment.type', '?')}", _steps_text(data)]
-    scored = [evaluation for evaluation in data.main_evaluations if evaluation.metrics]
+    scored = [evaluation for evaluation in data.main_evaluations if evaluation.interval]
     if scored:
         parts.append(f"{scored[-1].label}: {format_evaluation(scored[-1])}")
     return ", ".join(parts)
@@ -73,7 +73,7 @@ def _with_title(title: str, lines: Iterator[str]) -> Iterator[str]:
 
 
 def _score_lines(data: RunData) -> Iterator[str]:
-    scored = [evaluation for evaluation in data.evaluations if evaluation.metrics]
+    scored = [evaluation for evaluation in data.evaluations if evaluation.interval]
     if not scored:
         yield "no evaluation was recorded"
         return

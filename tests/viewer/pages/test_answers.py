@@ -48,22 +48,16 @@ def test_a_run_has_status_score_and_last_alarm(served: Served, recorded: Path) -
     assert run["alarm"] == read_alarms(recorded)[-1] and run["num_alarms"] >= 1
 
 
-@pytest.mark.parametrize(
-    ("metric", "score", "label"),
-    [
-        ("success", [0.5, 0.4, 0.6], "after RAPO"),
-        ("f1_total", None, "after RAPO: 0.5 [0.4, 0.6]  3 tasks, temperature 1"),
-    ],
-)
-def test_an_evaluation_without_a_score_has_its_number(
-    tmp_path: Path, metric: str, score: list[float] | None, label: str
+@pytest.mark.parametrize(("value", "score"), [(0.5, (0.5, 0.4, 0.6)), (math.nan, None)])
+def test_only_a_finite_score_is_an_answer(
+    tmp_path: Path, value: float, score: tuple[float, ...] | None
 ) -> None:
     run = shutil.copytree(Path(__file__).parents[2] / "compat" / "c91e788" / "rapo", tmp_path / "run")
     line = json.loads((run / "evaluations.jsonl").read_text().splitlines()[-1])
-    line["metric"] = {metric: {"value": 0.5, "ci_low": 0.4, "ci_high": 0.6}}
+    line["metric"] = {"score": {"value": value, "ci_low": 0.4, "ci_high": 0.6}}
     (run / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
     [entry] = metric_curves(run)["evaluations"]
-    assert (entry["score"], entry["label"]) == (score, label)
+    assert (entry["score"], entry["label"]) == (score, "after RAPO")
     assert Catalogue([run]).overview()[0]["score"] == score
 
 

@@ -20,7 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
-from outrider.engines.base import FinishReason, Generation, Request, VllmSettings
+from outrider.engines.base import FinishReason, Generation, Request, VllmSettings, sampling_truncation
 from outrider.errors import EngineFault, ModelError
 from outrider.tokens import Tokenizer
 
@@ -72,10 +72,9 @@ class Requests:
 
     def sampling(self, request: Request) -> dict[str, Any]:
         """Return the arguments of vLLM's ``SamplingParams``."""
-        truncation = {"top_p": request.top_p, "top_k": request.top_k}
         return {
             "temperature": request.temperature,
-            **{name: value for name, value in truncation.items() if value is not None},
+            **sampling_truncation(request),
             "max_tokens": min(request.max_tokens, self.context_length - len(request.token_ids)),
             "seed": request.seed % 2**63,
             "stop": [*self.eos_texts, *request.stop],
