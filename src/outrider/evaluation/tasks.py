@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
@@ -476,7 +476,10 @@ class EvalTasksSettings(Settings):
     """Seconds without progress after which a line reports where the evaluation waits (0: never)."""
     seed: int = 0
 
-    truncation: ClassVar = property(sampling_truncation)
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        return sampling_truncation(self)
 
     @property
     def num_concurrent(self) -> int:

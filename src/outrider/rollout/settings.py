@@ -179,4 +179,7 @@ class EvaluationSettings(Settings):
         only = EvaluationSet(name="", split=self.split, num_tasks=self.num_tasks, sha256=self.panel)
         return self.panels or (only,)
 
-    truncation: ClassVar = property(sampling_truncation)
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        return sampling_truncation(self)

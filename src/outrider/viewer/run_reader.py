@@ -184,7 +184,10 @@ class Evaluation:
         """The label with the name of the evaluation set, if it has one."""
         return evaluation_label(self.label, self.panel)
 
-    truncation = property(sampling_truncation)
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """``top_p`` and ``top_k``, as far as they are set."""
+        return sampling_truncation(self)
 
     @property
     def score(self) -> float:
