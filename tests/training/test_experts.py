@@ -3,7 +3,9 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from outrider.training.experts import play_expert, request_expert_paths
 from outrider.training.settings import RunSettings
 from outrider.types import Step, Task
 from tests.rollout.fakes import TOKENIZER
-from tests.toy import ToyTaskSet
+from tests.toy import ToyEnvironment, ToyTaskSet
 
 
 def settings(**train: float) -> RunSettings:
@@ -88,6 +90,31 @@ def test_a_fault_of_an_expert_is_retried_and_reported(monkeypatch: pytest.Monkey
         family, family.tasks("train")[:1], settings(max_retries=2), training_step=0
     )
     assert (paths, asked, reasons) == ({}, ["toy/0"] * 3, ["the expert of toy/0: no simulator"])
+
+
+def test_repeated_requests_of_experts_and_repeated_rollouts_are_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    family = ToyTaskSet()
+    num_tries: Counter[str] = Counter()
+
+    def fails_once(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        num_tries[name] += 1
+        if num_tries[name] == 1:
+            raise EnvironmentFault(f"{name} is not ready")
+        return function(*arguments)
+
+    monkeypatch.setattr(family, "expert", partial(fails_once, "expert", family.expert))
+    task = family.tasks("train")[0]
+    paths, reasons = request_expert_paths(family, [task], settings(max_retries=1), training_step=0)
+    assert reasons == [] and "repeated: the expert of toy/0: expert is not ready" in caplog.text
+    reset = ToyEnvironment.reset
+    monkeypatch.setattr(ToyEnvironment, "reset", lambda *given: fails_once("the simulator", reset, *given))
+    [trace] = play_experts(
+        tasks=[task], expert=lambda task: paths[task.key], factory=family.make(), tokenizer=TOKENIZER,
+        limits=Limits(), stop=family.stop, run_seed=0, context_length=9999,
+    )  # fmt: skip
+    assert trace.leaves[0].success and "1 fault, 1 try was repeated: environment_fault" in caplog.text
 
 
 @pytest.mark.parametrize("step", [0, 1, 7])

@@ -3,6 +3,7 @@
 Expert steps therefore have the same token ids, observations and returns as the same steps of a policy.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +13,9 @@ from outrider.engines.base import Request
 from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EnvironmentFactory, StepResult
 from outrider.memory.step_store import TokenCounter
+from outrider.printing import plural
 from outrider.rollout.episode import Sampling
+from outrider.rollout.faults import fault_line
 from outrider.rollout.hooks import (
     Attempt,
     EpisodeState,
@@ -29,6 +32,7 @@ from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.trace import Node, Trace
 from outrider.types import Message, Origin, Step, Task, Trajectory
 
+_LOG = logging.getLogger(__name__)
 ExpertSource = Callable[[Task], Sequence[Step] | None]
 
 
@@ -111,7 +115,8 @@ def play_experts(
 
     ``training_step`` selects the initial states, as for a policy's rollouts. ``renderer`` is the policy's
     (None: a plain one of the tokenizer). ``hooks`` act before the expert in rollouts of ``mode``; for
-    example, a memory may show tips. ``on_finished(done, total)`` is called after every rollout.
+    example, a memory may show tips. ``on_finished(done, total)`` is called after every rollout. A warning
+    names the faults of repeated tries.
     """
     player = ExpertPlayer(expert=expert, run_seed=run_seed, retrieve_share=retrieve_share)
     renderer = renderer or ChatRenderer(tokenizer)
@@ -135,7 +140,13 @@ def play_experts(
         rollout_status=rollout_status or RolloutStatus(),
         on_finished=on_finished,
     )
-    return scheduler.run(tasks, modes=(mode,), training_step=training_step).traces
+    report = scheduler.run(tasks, modes=(mode,), training_step=training_step)
+    if report.num_retries or report.faults["close"]:
+        _LOG.warning(
+            "rollouts of experts: %s, %s repeated: %s", plural(len(report.fault_reasons), "fault"),
+            plural(report.num_retries, "try was", "tries were"), fault_line(report.fault_reasons),
+        )  # fmt: skip
+    return report.traces
 
 
 def to_trajectory(

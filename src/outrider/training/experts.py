@@ -152,6 +152,8 @@ def request_expert_paths(
             except (ToolFault, EnvironmentFault) as fault:
                 reasons[task.key] = f"the expert of {task.key}: {fault}"
         on_task_done(number)
+    if repeated := [reason for key, reason in reasons.items() if key in paths]:
+        _LOG.warning("requests of experts were repeated: %s", fault_line(repeated))
     if tasks:
         task_set.close()
     return paths, [reason for key, reason in reasons.items() if key not in paths]
