@@ -1,6 +1,7 @@
 """Settings: a pydantic tree with TOML files, dotted overrides and one-line error messages."""
 
 import copy
+import json
 import logging
 import os
 import re
@@ -224,7 +225,8 @@ def problem_line(kind: type[BaseModel], item: Mapping[str, Any], tree: Any = Non
         case "plugin_name" if not isinstance(item["input"], str):
             location = f"{location}.type"
         case error_type if error_type in _NO_LIST and not isinstance(item["input"], Mapping):
-            text = f'needs a list, such as {location}=["{item["input"]}"]'
+            parts = [part.strip() for part in str(item["input"]).strip("[]").split(",")]
+            text = f"needs a list, such as {location}={json.dumps(parts)} (in a shell, in single quotes)"
         case error_type if error_type in _NO_LIST:
             text = f"is a list and has no keys ({', '.join(map(str, item['input']))})"[:200]
         case error_type if error_type in _NO_SECTION and location:

@@ -98,7 +98,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             continue
         location = f"{path}:{number}"
         try:
-            record = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+            record = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
             if b"\\u" in raw:
                 # a lone surrogate escape cannot be encoded as UTF-8
                 json.dumps(record, ensure_ascii=False).encode()
@@ -117,7 +117,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         yield Row(location=location, values=record)
 
 
-def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def unique_keys(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     """Build a JSON object. Raises ValueError for a duplicate key, because one of its values would be lost."""
     record = dict(pairs)
     if len(record) < len(pairs):

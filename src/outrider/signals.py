@@ -177,11 +177,14 @@ def stop_on_first_signal(request_stop: Callable[[], object]) -> Iterator[threadi
 def stop_on_interrupt(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Within the block the first SIGINT calls ``request_stop`` and sets the event; a second one raises
     KeyboardInterrupt as usual, for a program or notebook that continues afterwards. Outside of the main
-    thread, or if the program has its own SIGINT handler, this does nothing.
+    thread, or if the program has its own SIGINT handler, this does nothing; that of ``asyncio.run`` could not
+    act before the end of the block.
     """
     stop_requested = threading.Event()
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+    owner = getattr(getattr(before, "func", None), "__self__", None)  # asyncio.run sets a partial function
+    is_default = before is signal.default_int_handler or type(owner).__module__ == "asyncio.runners"
+    if threading.current_thread() is not threading.main_thread() or not is_default:
         yield stop_requested
         return
 

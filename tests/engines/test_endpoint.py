@@ -108,7 +108,9 @@ def test_transient_errors_are_retried_and_counted(bad: Answer, kind: str) -> Non
     ("bad", "words"),
     [
         (Answer({"error": {"message": "slow\ndown"}}, status=429), "status 429 Too Many Requests: slow down"),
-        (Answer(b"nope"), "the answer is no JSON"),
+        (Answer(b"nope"), "the answer is no JSON: nope"),
+        (Answer(b'data: {"choices": []}'), 'the answer is no JSON, it is a stream: data: {"choices": []}'),
+        (Answer({"error": {"message": "busy"}}), 'the response has no completion: {"message": "busy"}'),
     ],
 )
 def test_after_the_last_try_one_clear_line(bad: Answer, words: str) -> None:

@@ -59,6 +59,10 @@ def raises(completions, **kwargs):
     return [completions[1]]
 
 
+def ends(completions, **kwargs):
+    raise SystemExit(3)
+
+
 def many(completions, **kwargs):
     return [1.0, 2.0]
 
@@ -224,6 +228,7 @@ def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_pat
     ("name", "error", "message"),
     [
         ("raises", EnvironmentFault, r"my_rewards:raises at .*my_rewards\.py:\d+: IndexError"),
+        ("ends", EnvironmentFault, r"my_rewards:ends at .*my_rewards\.py:\d+: SystemExit: 3"),
         ("many", InvalidResult, "for one completion, no list with one reward"),
         ("text", InvalidResult, "the reward of my_rewards:text is 'high'"),
         ("unscored", InvalidResult, r"returned a mapping without 'score' \(its keys: reward\)"),

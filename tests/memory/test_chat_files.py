@@ -643,6 +643,20 @@ def test_what_cannot_be_read_in_a_chat_is_counted_or_named(tmp_path: Path) -> No
             read(tmp_path, messages=[USER, said])
 
 
+def test_calls_of_older_langchain_exports_are_read(tmp_path: Path) -> None:
+    older = {"role": "assistant", "content": "I ask.", "additional_kwargs": {"tool_calls": [call()]}}
+    imported = read(tmp_path, messages=[USER, older, RESULT, END])
+    assert CALL in steps(imported)[0][0] and not imported.dropped
+    both = {**older, "tool_calls": [call()]}
+    assert not read(tmp_path, messages=[USER, both, RESULT, END]).dropped
+
+
+def test_a_key_that_occurs_twice_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "twice.jsonl").write_text('{"reward": 1, "reward": 0, "messages": []}\n')
+    with pytest.raises(DataError, match="'reward' occurs more than once"):
+        import_trajectories(tmp_path / "twice.jsonl")
+
+
 def test_items_in_a_text_column_are_messages(tmp_path: Path) -> None:
     items = [{"type": "reasoning", "content": "Better ask."}, *PARALLEL["Responses"][:1],
              {"type": "function_call_output", "call_id": "a", "output": "4 C"}, END]  # fmt: skip

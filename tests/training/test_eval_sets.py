@@ -241,6 +241,11 @@ def test_a_task_list_with_an_error_names_the_line(tmp_path: Path, text: str, mes
         listed_tasks(TASKS, tmp_path / "list.txt", split="test")
 
 
+def test_a_task_list_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfk1\n")
+    assert [task.key for task in listed_tasks(TASKS, tmp_path / "list.txt", split="test")] == ["k1"]
+
+
 def test_a_list_is_never_cut_by_a_default(tmp_path: Path) -> None:
     task_set = make_task_set(FactbookConfig(hops=(2, 3)))
     keys = [task.key for task in split_tasks(task_set, "train")[:201]]

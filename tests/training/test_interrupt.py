@@ -3,6 +3,7 @@ restored.
 """
 
 import _thread
+import asyncio
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from outrider.commands import train as training
 from outrider.commands import view as viewing
 from outrider.commands.train import stoppable
 from outrider.errors import ConfigError
-from outrider.signals import exit_on_second_signal
+from outrider.signals import exit_on_second_signal, stop_on_interrupt
 
 Install = Callable[[Callable[[], None]], None]
 
@@ -80,6 +81,20 @@ def test_handlers_are_put_back() -> None:
         listening = signal.set_wakeup_fd(-1)
         signal.set_wakeup_fd(listening)
     assert listening != -1 and signal.set_wakeup_fd(-1) == -1
+
+
+def test_the_handler_of_asyncio_is_replaced_because_the_block_keeps_its_loop_from_acting() -> None:
+    requests: list[bool] = []
+
+    async def main() -> bool:
+        with stop_on_interrupt(lambda: requests.append(True)) as stop_requested:
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+        return stop_requested.is_set()
+
+    assert asyncio.run(main()) and requests == [True]
 
 
 def test_outside_of_the_main_thread_nothing_is_installed() -> None:

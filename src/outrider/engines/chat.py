@@ -404,7 +404,9 @@ def _read_reply(answer: Any, stop: Sequence[str], tools: Sequence[ToolSchema]) -
                     reasoning=next(iter(reasoning), ""),
                     served=served_calls(message, tools) if tools else ServedCalls(),
                 )
-    raise Transient("garbage", "the response has no completion")
+    error = answer.get("error") if isinstance(answer, dict) else None
+    words = f": {json.dumps(error)}"[:200] if error else ""
+    raise Transient("garbage", f"the response has no completion{words}")
 
 
 def _join_parts(parts: Sequence[Any]) -> tuple[str, str]:
@@ -644,7 +646,9 @@ class ChatEndpoint:
             parsed = json.loads(content)
         except (ValueError, RecursionError) as error:
             if not answer.is_error:
-                raise Transient("garbage", "the answer is no JSON") from error
+                begin = answer.content[:100].decode("utf-8", "replace")
+                hint = ", it is a stream" if begin.startswith("data:") else ""
+                raise Transient("garbage", f"the answer is no JSON{hint}: {self._to_line(begin)}") from error
             parsed = None
         if not answer.is_error:
             return parsed

@@ -946,6 +946,14 @@ def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
                 raise DataError(f"{source}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
         if not task.key:
             raise DataError(f"{source}: task {number} has an empty key")
+        for name, value in task.metadata.items():
+            try:
+                json.dumps(value, sort_keys=True)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{source}: metadata[{name!r}] of task {task.key!r} must be a value of JSON ({error}): "
+                    f"convert it, for example with int() or list(): {value!r}"[:400]
+                ) from error
         if (first := first_numbers.setdefault(task.key, number)) != number:
             raise DataError(
                 f"{source}: tasks {first} and {number} have the same key {task.key!r}; keys are unique"
@@ -963,7 +971,7 @@ def listed_tasks(tasks: Sequence[Task], path: Path, *, split: str) -> list[Task]
     """
     by_key = {task.key: task for task in tasks}
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not text.endswith("\n"):

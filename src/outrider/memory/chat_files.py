@@ -25,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from outrider.errors import DataError, ToolUnavailable
+from outrider.records import unique_keys
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import call_id, split_thinking
@@ -55,6 +56,7 @@ _READ: Final = frozenset(
     {"role", "from", "content", "value", "type", "id", "status", "object", "index", "phase", "tool_calls",
      "function_call", "tool_call_id", "call_id", "refusal", *_THOUGHTS, *_DETAILS}
 )  # fmt: skip
+_CALLS: Final = ("tool_calls", "function_call")
 _UNREAD: Final = ("parts", "toolInvocations", "additional_kwargs", "kwargs", "contents")
 """Keys of exports whose messages have no ``content``: Gemini, Vercel's UI and LangChain's dumps."""
 QUESTIONS: Final = ("question", "prompt", "problem", "query")
@@ -346,8 +348,10 @@ class _Reader:
         """Return the calls that are not in the text. Exports repeat them in several fields, so only one of
         these is used.
         """
+        older = item.get("additional_kwargs")  # of LangChain
+        sources = (item, older) if isinstance(older, Mapping) else (item,)
         fields = (
-            _calls(item.get("tool_calls"), location), _calls(item.get("function_call"), location),
+            *(_calls(source.get(key), location) for source in sources for key in _CALLS),
             tuple(parts.calls),
         )  # fmt: skip
         # the results are ordered by the ids
@@ -468,8 +472,10 @@ class _Reader:
                 raise ValueError(f"{location} contains {key!r}: Outrider trains on text")
             if value is None or value == [] or value == {} or value == "":
                 continue
+            if key == "additional_kwargs" and isinstance(value, Mapping) and {*value} <= {*_CALLS}:
+                continue  # read with the calls of the message
             is_thought = key in _THOUGHTS or key in _DETAILS
-            belongs = role == "assistant" or (not is_thought and key not in ("tool_calls", "function_call"))
+            belongs = role == "assistant" or (not is_thought and key not in _CALLS)
             if (key in _READ and belongs) or (key == "name" and role == "tool"):
                 continue
             self._dropped[f"{key!r} of messages of the role {role}"] += 1
@@ -656,7 +662,7 @@ _Record: TypeAlias = tuple[int, Callable[[], object]]
 
 def _parsed(data: bytes) -> object:
     try:
-        return json.loads(data.decode())
+        return json.loads(data.decode(), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: {error}") from error
     except json.JSONDecodeError as error:

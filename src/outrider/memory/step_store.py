@@ -407,7 +407,7 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
             if built != (embedder, dim):
                 raise ConfigError(
                     f"{path}: built with embedder {built[0]!r} ({built[1]} dimensions), "
-                    f"opened with {embedder!r} ({dim})"
+                    f"opened with {embedder!r} ({dim}): name the first one (--embedder, buffer.embedder)"
                 )
             return db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
     finally:

@@ -379,7 +379,7 @@ class FunctionTool(CalledByText):
             text = (
                 result
                 if isinstance(result, str)
-                else json.dumps(result, ensure_ascii=False, default=_as_json)
+                else json.dumps(_with_text_keys(result), ensure_ascii=False, default=_as_json)
             )
         except ToolFault:
             raise
@@ -402,6 +402,11 @@ def _as_json(value: Any) -> Any:
     """
     if isinstance(value, Enum):
         return value.value
+    if hasattr(value, "to_dict") and hasattr(value, "index"):  # of pandas: with its labels, if it has any
+        if hasattr(value, "columns"):
+            return _with_text_keys(value.to_dict("records"))
+        is_numbered = type(value.index).__name__ == "RangeIndex"
+        return value.tolist() if is_numbered else _with_text_keys(value.to_dict())
     if not isinstance(value, type) and getattr(getattr(value, "dtype", None), "kind", None) in _NUMBER_KINDS:
         values = value.tolist()  # of numpy and pandas
         return float(values) if type(values) is type(value) else values
@@ -421,6 +426,17 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "dtype") and not hasattr(value.dtype, "kind") and hasattr(value, "tolist"):
         return value.tolist()  # a tensor
     return str(value)
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Convert the keys that JSON does not have: a member of an Enum to its value, others to text."""
+    if isinstance(value, dict):
+        return {
+            key if isinstance(key, str | int | float | None) else str(getattr(key, "value", key)):
+                _with_text_keys(item)
+            for key, item in value.items()
+        }  # fmt: skip
+    return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _with_lists(value: Any) -> Any:

@@ -270,7 +270,10 @@ class RunDirectory:
         )
         content = _as_toml(settings)
         existed = path.exists()
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be created: {error.strerror}") from error
         run = cls(path)
         run.lock()
         try:

@@ -529,7 +529,7 @@ class RewardFunction:
             result = self._function(**arguments)
         except OutriderError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
         parts: dict[str, float] = {}
         if isinstance(result, Mapping):
