@@ -290,6 +290,10 @@ def _new_tasks(cls: Any, settings: Any, split: str) -> list[Task]:
 _NUMBERS = count()
 
 
+def _set_of_numbers(cls: Any, settings: Any, split: str) -> list[Task]:
+    return [Task(key="a", question="1", metadata={"level": {1, 2}})]
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
@@ -302,6 +306,7 @@ _NUMBERS = count()
         ({"Settings": _Required}, r"check an instance, Wrong\(Wrong.Settings\(...\)\): 1 validation error"),
         ({"tasks": classmethod(_raises)}, "tasks raises for the split 'train': KeyError: 'lamp'"),
         ({"tasks": classmethod(lambda *_: ["a"])}, "task 1 is a value of type str, no Task"),
+        ({"tasks": classmethod(_set_of_numbers)}, r"metadata\['level'\] of task 'a' must be a value of JSON"),
         ({"tasks": classmethod(lambda *_: None)}, r"Wrong.tasks returned None, no list of Task"),
         ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")] * 2)}, "the same key 'a'"),
         ({"tasks": classmethod(_new_tasks)}, "differs when its tasks are read again"),

@@ -23,6 +23,13 @@ def test_the_resolved_precision_is_recorded(tmp_path: Path) -> None:
         assert written["model"]["precision"] in recorded
 
 
+def test_a_folder_that_cannot_be_created_is_an_error_of_the_settings(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    settings = load_settings(RunSettings, file=RECIPE, overrides=["model.precision=float32"])
+    with pytest.raises(ConfigError, match="file/run cannot be created: Not a directory"):
+        RunDirectory.create(tmp_path / "file" / "run", settings)
+
+
 def test_two_processes_that_create_one_run_at_the_same_time_do_not_write_over_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
