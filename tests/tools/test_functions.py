@@ -25,7 +25,7 @@ from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_by_name, resolve
 from outrider.testing import check_tool
 from outrider.tokens.call_formats import CALL_FORMATS, read_turn
-from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema
+from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema, usage_line
 from outrider.tools.functions import FunctionTool, tool_class
 from outrider.types import Json, ToolCall
 
@@ -704,6 +704,34 @@ def test_results_that_json_lacks_have_one_text(result: object, text: str) -> Non
         return result
 
     assert tool(get).run_call({}).text == text
+
+
+class Line(BaseModel):
+    item: str
+    count: int = 1
+
+
+class Order(BaseModel):
+    lines: list[Line]
+    replaces: Optional["Order"] = None
+
+
+def test_the_example_of_a_nested_model_is_a_valid_call() -> None:
+    def total(orders: list[Order]) -> int:
+        """Add up.
+
+        Args:
+            orders: to add
+        """
+        return sum(line.count for order in orders for line in order.lines)
+
+    adds = tool(total)
+    [example] = re.findall(r"<total>(.*)</total>", usage_line(adds.schema))
+    assert json.loads(example) == {
+        "orders": [{"lines": [{"item": "...", "count": 1}],
+                    "replaces": {"lines": [{"item": "...", "count": 1}], "replaces": None}}]
+    }  # fmt: skip
+    assert adds.run_call(json.loads(example)).text == "1"
 
 
 class Kind(enum.Enum):

@@ -127,7 +127,7 @@ _TRIAL_VALUES: Final[Mapping[str, tuple[Json, ...]]] = {
     "null": (None,),
 }
 """Example values of a JSON type; the first one appears in descriptions."""
-_MAX_DEPTH: Final = 3
+_MAX_DEPTH: Final = 8  # levels of a schema: a model in a list has three
 
 
 def usage_line(schema: ToolSchema) -> str:
@@ -196,14 +196,20 @@ def _sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".") + "."
 
 
-def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
-    """Return example values of a schema, the simplest one first."""
+def _values(
+    schema: Any, root: Mapping[str, Any], depth: int = 0, above: frozenset[str] = frozenset()
+) -> list[Json]:
+    """Return example values of a schema, the simplest one first; none for a reference to one of the schemas
+    ``above``, so that a recursive model ends with null, an empty list or without the property.
+    """
     if isinstance(schema, Mapping) and depth < _MAX_DEPTH:
         if isinstance(reference := schema.get("$ref"), str):
-            return _values(resolve_reference(reference, root), root, depth + 1)
+            if reference in above:
+                return []
+            return _values(resolve_reference(reference, root), root, depth + 1, above | {reference})
         branches = schema.get("anyOf") or schema.get("oneOf")
         if isinstance(branches, list) and not schema.keys() & {"type", "enum", "const"}:
-            return [value for branch in branches for value in _values(branch, root, depth)]
+            return [value for branch in branches for value in _values(branch, root, depth, above)]
     accepted = accepted_values(schema, root)
     if accepted is None:
         return ["..."]
@@ -211,11 +217,12 @@ def _values(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[Json]:
     for kind in accepted.types:
         can_nest = depth < _MAX_DEPTH
         if can_nest and kind == "array" and isinstance(parts := schema.get("prefixItems"), list):
-            values.append([_values(part, root, depth + 1)[0] for part in parts])
+            values.append([value for part in parts for value in _values(part, root, depth + 1, above)[:1]])
         elif can_nest and kind == "array" and isinstance(items := schema.get("items"), Mapping):
-            values.append([_values(items, root, depth + 1)[0]])
+            values.append([*_values(items, root, depth + 1, above)[:1]])
         elif can_nest and kind == "object" and isinstance(inner := schema.get("properties"), Mapping):
-            values.append({key: _values(item, root, depth + 1)[0] for key, item in inner.items()})
+            found = {key: _values(item, root, depth + 1, above)[:1] for key, item in inner.items()}
+            values.append({key: first[0] for key, first in found.items() if first})
         else:
             values += _TRIAL_VALUES[kind]
     return values
