@@ -344,7 +344,11 @@ def test_retries_are_reported(tmp_path: Path) -> None:
     clean = play(tmp_path / "clean.jsonl", Batches(), factory(lambda key: False), notes=notes)
     assert notes == []
     assert clean == play(tmp_path / "r.jsonl", Batches(), factory(first_time), max_retries=1, notes=notes)
-    assert notes == ["tries repeated after a fault: 2"]
+    assert notes == [
+        "tries repeated after a fault: 2",
+        "all faults, also of repeated tries: environment_fault in task-1, rollout 0: the simulator died "
+        "(and 1 more)",
+    ]
 
 
 def test_an_interrupted_batch_is_repeated_as_a_whole(tmp_path: Path) -> None:

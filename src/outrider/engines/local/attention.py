@@ -576,7 +576,8 @@ def hidden_states(
     states: Tensor = backbone(
         input_ids=ids_BN, position_ids=positions_BN, use_cache=False, **options
     ).last_hidden_state
-    factor = logit_factor(model.config)
+    # a model of a user, for example a table, may have no configuration
+    factor = logit_factor(model.config) if hasattr(model, "config") else 1
     return states if factor == 1 else states * factor
 
 
