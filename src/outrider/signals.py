@@ -177,8 +177,8 @@ def stop_on_first_signal(request_stop: Callable[[], object]) -> Iterator[threadi
 def stop_on_interrupt(request_stop: Callable[[], object]) -> Iterator[threading.Event]:
     """Within the block the first SIGINT calls ``request_stop`` and sets the event; a second one raises
     KeyboardInterrupt as usual, for a program or notebook that continues afterwards. Outside of the main
-    thread, or if the program has its own SIGINT handler, this does nothing; that of ``asyncio.run`` could not
-    act before the end of the block.
+    thread, or if the program has its own SIGINT handler, this does nothing. The handler of ``asyncio.run``
+    is replaced, too, because it cannot act while the block runs.
     """
     stop_requested = threading.Event()
     before = signal.getsignal(signal.SIGINT)

@@ -301,6 +301,8 @@ def test_settings_without_meaning_are_refused(kind: Any, options: dict[str, Any]
 def test_the_older_name_of_gigpo_and_its_preset() -> None:
     old = validate(GigpoSettings, {"episode_statistics": "turns"})
     assert old == validate(GigpoSettings, {"statistics": "samples"}) and old.statistics == "samples"
+    with pytest.raises(ConfigError, match="episode_statistics = turns contradicts statistics = rollouts"):
+        validate(GigpoSettings, {"episode_statistics": "turns", "statistics": "rollouts"})
     official = validate(GigpoSettings, {"preset": "gigpo-official"})
     changed = validate(GigpoSettings, {"preset": "gigpo-official", "statistics": "rollouts"})
     assert (official.statistics, changed.statistics) == ("samples", "rollouts")

@@ -247,7 +247,7 @@ def test_an_empty_response_that_the_model_ended_is_an_empty_turn() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "is_cut"),
-    [("MAX_TOKENS", True), ("model_length", True), ("STOP", False), ("eos_token", False)],
+    [("MAX_TOKENS", True), ("model_context_window_exceeded", True), ("STOP", False), ("eos_token", False)],
 )
 def test_finish_reasons_of_other_servers(finish: str, is_cut: bool) -> None:
     with chat_server([completion("half an answer", finish=finish)]) as server:

@@ -307,6 +307,10 @@ def _set_of_numbers(cls: Any, settings: Any, split: str) -> list[Task]:
         ({"tasks": classmethod(_raises)}, "tasks raises for the split 'train': KeyError: 'lamp'"),
         ({"tasks": classmethod(lambda *_: ["a"])}, "task 1 is a value of type str, no Task"),
         ({"tasks": classmethod(_set_of_numbers)}, r"metadata\['level'\] of task 'a' must be a value of JSON"),
+        (
+            {"tasks": classmethod(lambda *_: [Task(key="a", question="1", metadata={1: 2})])},  # type: ignore[dict-item]
+            "metadata of task 'a' must have texts as keys",
+        ),
         ({"tasks": classmethod(lambda *_: None)}, r"Wrong.tasks returned None, no list of Task"),
         ({"tasks": classmethod(lambda *_: [Task(key="a", question="1")] * 2)}, "the same key 'a'"),
         ({"tasks": classmethod(_new_tasks)}, "differs when its tasks are read again"),

@@ -134,7 +134,7 @@ def test_another_server_with_the_same_model_name_is_reported(
 ) -> None:
     for number in range(2):
         with chat_server(with_models(boxed)) as server:
-            assert play(server, f"hotpotqa={questions}", tmp_path / "run") == 0
+            assert play(server, f"hotpotqa={questions}", tmp_path / "run", "--progress", "plain") == 0
         assert ("OTHER SERVER: the earlier results are from " in capsys.readouterr().out) is (number == 1)
 
 

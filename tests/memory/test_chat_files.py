@@ -648,7 +648,10 @@ def test_calls_of_older_langchain_exports_are_read(tmp_path: Path) -> None:
     imported = read(tmp_path, messages=[USER, older, RESULT, END])
     assert CALL in steps(imported)[0][0] and not imported.dropped
     both = {**older, "tool_calls": [call()]}
+    both["additional_kwargs"] = {**older["additional_kwargs"], "refusal": None}  # type: ignore[dict-item]
     assert not read(tmp_path, messages=[USER, both, RESULT, END]).dropped
+    said = {**USER, "additional_kwargs": {"tool_calls": [call()]}}
+    assert read(tmp_path, messages=[said, older, RESULT, END]).dropped
 
 
 def test_a_key_that_occurs_twice_is_an_error(tmp_path: Path) -> None:

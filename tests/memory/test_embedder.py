@@ -63,11 +63,11 @@ def check_contract(embedder: Embedder) -> None:
     assert embedder.embed([]).shape == (0, embedder.dim)
 
 
-@pytest.mark.parametrize("row", [[math.nan] * 4, [3.0, 0, 0, 0], [1.0, 0, 0], [0.0] * 4])
+@pytest.mark.parametrize("row", [[math.nan] * 4, [3.0, 0, 0, 0], [1.0, 0, 0], [0.0] * 4, []])
 def test_vectors_that_no_search_could_use_are_an_error(row: list[float]) -> None:
     class Broken(Recorder):
         def embed(self, texts: list[str]) -> Vectors:
-            return np.array([row] * len(texts), np.float32)
+            return [row, [1.0]] if row == [] else np.array([row] * len(texts), np.float32)  # type: ignore[return-value]
 
     with pytest.raises(ModelError, match="recorder did not return 1 vectors of 4 numbers and length 1"):
         CachedEmbedder(Broken(), 8).embed(["a"])

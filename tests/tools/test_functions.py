@@ -748,6 +748,30 @@ def test_keys_that_json_lacks_are_text() -> None:
     }  # fmt: skip
 
 
+def test_labels_of_pandas_that_occur_twice_lose_no_value() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"land": ["AT", "CH"], "people": [4, 2]})
+    results = {
+        "twice": pandas.Series(["x", "y"], index=[1, 1]),
+        "columns": pandas.DataFrame([[1, 2]], columns=["a", "a"]),
+        "index": table.set_index("land"), "day": pandas.Series([1], index=pandas.to_datetime(["2020-01-01"])),
+    }  # fmt: skip
+
+    def get(kind: str) -> object:
+        """Get it.
+
+        Args:
+            kind: of the result
+        """
+        return results[kind]
+
+    texts = [json.loads(tool(get).run_call({"kind": kind}).text) for kind in results]
+    assert texts[0] == ["x", "y"] and texts[1].split() == ["a", "a", "0", "1", "2"]
+    assert texts[2:] == [
+        [{"land": "AT", "people": 4}, {"land": "CH", "people": 2}], {"2020-01-01 00:00:00": 1},
+    ]  # fmt: skip
+
+
 def test_results_of_pandas_keep_their_labels() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"land": ["AT", "CH"], "people": [4, 2]})

@@ -180,6 +180,11 @@ class GigpoSettings(TurnScoreSettings):
         data = dict(data)
         if (older := data.pop("episode_statistics", None)) is not None:  # in runs of earlier versions
             data.setdefault("statistics", "samples" if older == "turns" else older)
+            if (older == "turns") != (data["statistics"] == "samples"):
+                raise ValueError(
+                    f"episode_statistics = {older} contradicts statistics = {data['statistics']}: remove "
+                    "episode_statistics"
+                )
         whole = with_preset(GIGPO_PRESETS, data, default="gigpo")
         return {"advantage": _KINDS.get(str(whole.get("normalization", "none")), "group_centered"), **whole}
 

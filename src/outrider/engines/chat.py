@@ -51,10 +51,12 @@ _TOO_LONG = re.compile(
 _NEWER_LIMIT: Final = "max_completion_tokens"
 # Finish reasons, in lower case. Any other one says that the server gave up: abort, content_filter,
 # insufficient_system_resource (DeepSeek), network_error (Zhipu).
-_TRUNCATED: Final = frozenset({"length", "max_tokens", "max_output_tokens", "model_length"})
+_TRUNCATED: Final = frozenset({
+    "length", "max_tokens", "max_output_tokens", "model_length", "model_context_window_exceeded"
+})  # fmt: skip
 _FINISHED: Final = _TRUNCATED | {
     "", "null", "stop", "stop_sequence", "eos", "eos_token", "end_turn", "tool_calls", "tool_use",
-    "function_call", "complete", "completed",
+    "function_call", "complete", "completed", "repetition",
 }  # fmt: skip
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429})
 _HOPELESS_STATUS = frozenset({401, 403, 404})

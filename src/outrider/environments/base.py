@@ -946,6 +946,10 @@ def split_tasks(task_set: TaskSet, split: str) -> list[Task]:
                 raise DataError(f"{source}: {name} of task {number} is {value!r} ({kind}), no text"[:300])
         if not task.key:
             raise DataError(f"{source}: task {number} has an empty key")
+        if not isinstance(task.metadata, Mapping) or not all(isinstance(name, str) for name in task.metadata):
+            raise DataError(
+                f"{source}: metadata of task {task.key!r} must have texts as keys: {task.metadata!r}"[:300]
+            )
         for name, value in task.metadata.items():
             try:
                 json.dumps(value, sort_keys=True)

@@ -370,6 +370,8 @@ def run_evaluation(
         store = EvalTasksStore.open(folder / RESULTS, identity={**setup.identity, **player.identity})
         try:
             line = write_settings(settings, folder)
+            if line and store.results:
+                display.note(line)
             play_eval_tasks(
                 setup, player, grader, store, num_samples=settings.num_samples, display=display, meter=meter,
                 num_parallel=settings.num_concurrent,
@@ -389,7 +391,7 @@ def run_evaluation(
         setup.factory.close()
     text = json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     replace_file(folder / SUMMARY, text.encode())
-    return report, [*([line] if line else []), *player.notes()]
+    return report, player.notes()
 
 
 def play_eval_tasks(

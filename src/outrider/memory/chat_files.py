@@ -472,7 +472,8 @@ class _Reader:
                 raise ValueError(f"{location} contains {key!r}: Outrider trains on text")
             if value is None or value == [] or value == {} or value == "":
                 continue
-            if key == "additional_kwargs" and isinstance(value, Mapping) and {*value} <= {*_CALLS}:
+            is_older = role == "assistant" and key == "additional_kwargs" and isinstance(value, Mapping)
+            if is_older and {name for name, entry in value.items() if entry} <= {*_CALLS}:
                 continue  # read with the calls of the message
             is_thought = key in _THOUGHTS or key in _DETAILS
             belongs = role == "assistant" or (not is_thought and key not in _CALLS)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,8 +271,12 @@ class CachedEmbedder:
                 else:
                     missing[key] = text
         if missing:
-            vectors = np.asarray(self.inner.embed(list(missing.values())))
-            norms = np.linalg.norm(vectors, axis=-1)
+            vectors: Any = self.inner.embed(list(missing.values()))
+            try:
+                vectors = np.asarray(vectors)
+                norms = np.linalg.norm(vectors, axis=-1)
+            except (TypeError, ValueError):  # rows of different lengths, or no numbers
+                vectors, norms = np.empty(0), np.empty(0)
             if vectors.shape != (len(missing), self.dim) or not np.allclose(norms, 1.0, atol=1e-3):
                 raise ModelError(
                     f"embedder {self.name} did not return {len(missing)} vectors of {self.dim} numbers and "

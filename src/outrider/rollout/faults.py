@@ -120,10 +120,14 @@ def fault_line(reasons: Sequence[str]) -> str:
     return first + (f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else "")
 
 
-def lost_reasons(traces: Sequence[Trace]) -> list[str]:
-    """Return the reasons of lost rollouts, in the order of tasks and rollouts."""
+def lost_reasons(traces: Sequence[Trace], *, only: Outcome | None = None) -> list[str]:
+    """Return the reasons of lost rollouts, in the order of tasks and rollouts; ``only``: of this outcome."""
     leaves = [(trace.task.key, leaf) for trace in traces for leaf, _ in trace.rollouts()]
-    return [f"{key}: {leaf.detail}" for key, leaf in leaves if leaf.outcome.is_fault]
+    return [
+        f"{key}: {leaf.detail}"
+        for key, leaf in leaves
+        if leaf.outcome.is_fault and only in (None, leaf.outcome)
+    ]
 
 
 def require_results(traces: Sequence[Trace], counts: Mapping[str, int]) -> None:

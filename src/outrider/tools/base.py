@@ -136,7 +136,7 @@ def usage_line(schema: ToolSchema) -> str:
     first = spec.alternatives[0] if spec.alternatives else None
     omitted = set() if first is None else {key for item in spec.alternatives for key in item} - {*first}
     example_arguments = {
-        key: _values(spec.schema(key), spec.root)[0] for key in spec.properties if key not in omitted
+        key: _examples(spec.schema(key), spec.root)[0] for key in spec.properties if key not in omitted
     }
     example = text_argument(schema) or json.dumps(example_arguments, ensure_ascii=False)
     purpose = _sentence(str(schema["description"]))
@@ -168,7 +168,7 @@ def trial_arguments(schema: ToolSchema) -> list[dict[str, Json]]:
     values.
     """
     spec = Arguments.from_schema(schema)
-    values = {key: _values(spec.schema(key), spec.root) for key in spec.properties}
+    values = {key: _examples(spec.schema(key), spec.root) for key in spec.properties}
     rows = range(max((len(item) for item in values.values()), default=1))
     full_sets: list[dict[str, Json]] = [
         {key: item[row % len(item)] for key, item in values.items()} for row in rows
@@ -196,11 +196,16 @@ def _sentence(text: str) -> str:
     return " ".join(text.split()).rstrip(".") + "."
 
 
+def _examples(schema: Any, root: Mapping[str, Any]) -> list[Json]:
+    return _values(schema, root) or ["..."]  # a schema that requires itself has no value
+
+
 def _values(
     schema: Any, root: Mapping[str, Any], depth: int = 0, above: frozenset[str] = frozenset()
 ) -> list[Json]:
     """Return example values of a schema, the simplest one first; none for a reference to one of the schemas
-    ``above``, so that a recursive model ends with null, an empty list or without the property.
+    ``above`` and for what requires one, so that a recursive model ends with another branch of a union, an
+    empty list or without the property.
     """
     if isinstance(schema, Mapping) and depth < _MAX_DEPTH:
         if isinstance(reference := schema.get("$ref"), str):
@@ -217,12 +222,15 @@ def _values(
     for kind in accepted.types:
         can_nest = depth < _MAX_DEPTH
         if can_nest and kind == "array" and isinstance(parts := schema.get("prefixItems"), list):
-            values.append([value for part in parts for value in _values(part, root, depth + 1, above)[:1]])
+            entries = [_values(part, root, depth + 1, above)[:1] for part in parts]
+            if all(entries):
+                values.append([value for (value,) in entries])
         elif can_nest and kind == "array" and isinstance(items := schema.get("items"), Mapping):
             values.append([*_values(items, root, depth + 1, above)[:1]])
         elif can_nest and kind == "object" and isinstance(inner := schema.get("properties"), Mapping):
             found = {key: _values(item, root, depth + 1, above)[:1] for key, item in inner.items()}
-            values.append({key: first[0] for key, first in found.items() if first})
+            if all(found.get(key, True) for key in schema.get("required", ())):
+                values.append({key: first[0] for key, first in found.items() if first})
         else:
             values += _TRIAL_VALUES[kind]
     return values

@@ -402,11 +402,8 @@ def _as_json(value: Any) -> Any:
     """
     if isinstance(value, Enum):
         return value.value
-    if hasattr(value, "to_dict") and hasattr(value, "index"):  # of pandas: with its labels, if it has any
-        if hasattr(value, "columns"):
-            return _with_text_keys(value.to_dict("records"))
-        is_numbered = type(value.index).__name__ == "RangeIndex"
-        return value.tolist() if is_numbered else _with_text_keys(value.to_dict())
+    if type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "to_dict"):
+        return _labelled(value)
     if not isinstance(value, type) and getattr(getattr(value, "dtype", None), "kind", None) in _NUMBER_KINDS:
         values = value.tolist()  # of numpy and pandas
         return float(values) if type(values) is type(value) else values
@@ -428,15 +425,28 @@ def _as_json(value: Any) -> Any:
     return str(value)
 
 
+def _labelled(value: Any) -> Any:
+    """A Series or DataFrame of pandas with its labels, unless these are only numbers of rows. If labels occur
+    twice, a Series is a list and a DataFrame the text of its table.
+    """
+    is_numbered = type(value.index).__name__ == "RangeIndex"
+    if not hasattr(value, "columns"):  # a Series
+        has_labels = value.index.is_unique and not is_numbered
+        return _with_text_keys(value.to_dict()) if has_labels else value.tolist()
+    rows = value if is_numbered else value.reset_index(allow_duplicates=True)
+    return _with_text_keys(rows.to_dict("records")) if rows.columns.is_unique else value.to_string()
+
+
 def _with_text_keys(value: Any) -> Any:
     """Convert the keys that JSON does not have: a member of an Enum to its value, others to text."""
     if isinstance(value, dict):
-        return {
-            key if isinstance(key, str | int | float | None) else str(getattr(key, "value", key)):
-                _with_text_keys(item)
-            for key, item in value.items()
-        }  # fmt: skip
+        return {_text_key(key): _with_text_keys(item) for key, item in value.items()}
     return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _text_key(key: Any) -> Any:
+    key = key.value if isinstance(key, Enum) else key
+    return key if isinstance(key, str | int | float | None) else str(key)
 
 
 def _with_lists(value: Any) -> Any:

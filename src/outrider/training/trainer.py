@@ -69,6 +69,7 @@ from outrider.training.step_metrics import (
 )
 from outrider.training.step_records import NodeValues, collect_node_values
 from outrider.training.unused_keys import unused_keys
+from outrider.types import Outcome
 from outrider.viewer.progress import Field, Progress
 from outrider.viewer.ranges import RangeWatch
 from outrider.viewer.run_reader import read_run
@@ -372,7 +373,8 @@ class Trainer:
         state.metrics.write(state.step, "train", values)
         self.trackers.log(state.step, values)
         self.trackers.log_rollouts(state.step, sampled.traces)
-        reasons = sampled.fault_reasons or lost_reasons(sampled.traces)  # cancelled ones are in no try
+        cancelled = lost_reasons(sampled.traces, only=Outcome.CANCELLED)  # they are faults of no try
+        reasons = [*cancelled, *sampled.fault_reasons]
         self._note_lines(step_alarms(parts.settings, step=state.step, values=values, fault_reasons=reasons))
         self._note_lines(self.advice.lines(sampled.traces, step=state.step, values=values))
         self._note_lines(self.range_watch.update(state.step, values))
@@ -469,11 +471,11 @@ class Trainer:
         seconds = time.monotonic() - began
         for line in require_room(traces, context_length=parts.engine.context_length):
             self.progress.note(f"{full_label}: {line}")
-        reasons = lost_reasons(traces) or evaluation.fault_reasons
+        lost = lost_reasons(traces)
         if not evaluation.num_tasks:
             raise EnvironmentFault(
                 f"the evaluation {full_label!r} has no result, every rollout was lost to a fault: "
-                f"{fault_line(reasons)}"
+                f"{fault_line(lost)}"
             )
         is_main = panel == parts.eval_sets[0].name
         values = evaluation_metrics(evaluation, panel="" if is_main else panel) | {"time/evaluation": seconds}
@@ -497,6 +499,11 @@ class Trainer:
         repeated = (
             f", {plural(evaluation.num_retries, 'try', 'tries')} repeated" if evaluation.num_retries else ""
         )
+        if len(evaluation.fault_reasons) > len(lost):
+            self.progress.note(
+                f"evaluation {full_label}: all faults, also of repeated tries and of closed environments: "
+                f"{fault_line(evaluation.fault_reasons)}"
+            )
         gain = gain_over_start(
             [entry for entry in self.run.finished_evaluations() if entry.get("panel", "") == panel]
         )
@@ -513,7 +520,7 @@ class Trainer:
             f"{format_mean_return(evaluation.score, evaluation.mean_return)} "
             f"on {plural(evaluation.num_tasks, kind.replace('tasks', 'task', 1), kind)}, "
             f"{plural(evaluation.num_faults, 'fault')}"
-            f"{': ' if reasons else ''}{fault_line(reasons)}{repeated}{'' if gain is None else f'; {gain}'}; "
+            f"{': ' if lost else ''}{fault_line(lost)}{repeated}{'' if gain is None else f'; {gain}'}; "
             f"{conditions}",
             event="evaluation",
             **evaluation_fields(evaluation),

@@ -582,8 +582,8 @@ def hidden_states(
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
-    """Return the number with which a model multiplies the output of its vocabulary projection. Granite is the
-    only family that divides. A model that does something else is found when it is loaded.
+    """Return the number with which a model multiplies the output of its vocabulary projection. Models of
+    Granite divide by theirs. A model that does something else is found when it is loaded.
     """
     text = config.get_text_config()
     for name in ("logit_scale", "lm_head_multiplier", "logits_scaling"):  # Cohere, Falcon-H1, Granite
