@@ -194,9 +194,11 @@ for line in open('/proc/self/status'):
 @needs_locks
 def test_a_worker_has_no_capabilities(tmp_path: Path) -> None:
     assert run_program(CAPABILITIES).split() == ["0"] * 4
-    with PythonTool(PythonToolConfig(scratch_folder=str(tmp_path), wall_seconds=60)) as tool:
-        caller = threading.Thread(target=tool.run, args=("import time\nwhile True: time.sleep(0.01)",))
-        caller.start()
+    with (
+        PythonTool(PythonToolConfig(scratch_folder=str(tmp_path), wall_seconds=60)) as tool,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        call = threads.submit(tool.run, "import time\nwhile True: time.sleep(0.01)")
         worker = max(wait_for_pids(tmp_path, 3))  # the youngest of server, supervisor and worker
         try:
             status = ""
@@ -205,7 +207,7 @@ def test_a_worker_has_no_capabilities(tmp_path: Path) -> None:
             assert "\nCapEff:\t0000000000000000\n" in status and "\nCapPrm:\t0000000000000000\n" in status
         finally:
             os.kill(worker, 9)
-            caller.join(60)
+            assert isinstance(call.exception(60), ToolFault)
 
 
 def serve(pool: FairPool[str], served: list[int], number: int) -> None:
