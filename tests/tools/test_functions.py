@@ -748,6 +748,15 @@ def test_keys_that_json_lacks_are_text() -> None:
     }  # fmt: skip
 
 
+def test_keys_with_the_same_text_are_a_failed_call() -> None:
+    def get() -> dict[Any, Any]:
+        """Get it."""
+        return {Kind.SMALL: 1, "small": 2}
+
+    output = tool(get).run_call({})
+    assert output.failed and "two keys of the result have the same text" in output.text
+
+
 def test_labels_of_pandas_that_occur_twice_lose_no_value() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"land": ["AT", "CH"], "people": [4, 2]})

@@ -567,7 +567,10 @@ def write_settings(settings: EvalTasksSettings, folder: Path) -> str:
     )
     path, line = folder / SETTINGS, ""
     if path.exists() and settings.endpoint is not None:
-        last = tomllib.loads(path.read_text(encoding="utf-8")).get("endpoint", {}).get("base_url")
+        try:
+            last = tomllib.loads(path.read_text(encoding="utf-8"))["endpoint"]["base_url"]
+        except (ValueError, KeyError, TypeError):
+            last = "an unknown server"
         if last != (address := values["endpoint"]["base_url"]):
             line = f"OTHER SERVER: the earlier results are from {last}, now {address}"
     replace_file(path, (to_toml(values) + "\n").encode())

@@ -440,7 +440,10 @@ def _labelled(value: Any) -> Any:
 def _with_text_keys(value: Any) -> Any:
     """Convert the keys that JSON does not have: a member of an Enum to its value, others to text."""
     if isinstance(value, dict):
-        return {_text_key(key): _with_text_keys(item) for key, item in value.items()}
+        texts = {_text_key(key): _with_text_keys(item) for key, item in value.items()}
+        if len(texts) < len(value):
+            raise TypeError("two keys of the result have the same text")
+        return texts
     return [_with_text_keys(item) for item in value] if isinstance(value, list | tuple) else value
 
 
