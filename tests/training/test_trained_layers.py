@@ -10,9 +10,11 @@ import torch
 from outrider.config import validate
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.errors import ConfigError, ModelError
+from outrider.tokens import ChatRenderer
 from outrider.training.checkpoint import load_checkpoint, save_checkpoint
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, RunSettings
+from outrider.training.setup import note_unlearnable_tokens
 from tests.tiny import tiny_model
 
 
@@ -77,3 +79,28 @@ def test_adapters_and_trained_layers_exclude_each_other() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="exclude each other"):
         validate(RunSettings, tree)
+
+
+def test_tokens_that_a_frozen_projection_cannot_tell_apart_are_reported() -> None:
+    model = tiny_model()
+    model.tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<tool_call>", "<unused>", "</tool_call>"]}
+    )
+    open_id, unused, close = model.tokenizer.convert_tokens_to_ids(
+        ["<tool_call>", "<unused>", "</tool_call>"]
+    )
+    model.model.resize_token_embeddings(close + 1, mean_resizing=False)
+    with torch.no_grad():
+        model.head.weight[open_id:] = torch.arange(3.0)[:, None]
+    renderer = ChatRenderer(model.tokenizer, call_format="hermes", observations=("tool",))
+    notes: list[str] = []
+    note_unlearnable_tokens(model, renderer, note=notes.append)
+    assert not notes
+    with torch.no_grad():
+        model.head.weight[unused] = model.head.weight[open_id]
+    note_unlearnable_tokens(model, renderer, note=notes.append)
+    assert len(notes) == 1 and notes[0].startswith("ALARM: the policy cannot learn to write '<tool_call>'")
+    assert "equal to 1 other;" in notes[0]
+    notes.clear()
+    note_unlearnable_tokens(model, ChatRenderer(model.tokenizer), note=notes.append)
+    assert not notes  # without calls, nothing needs the token

@@ -75,7 +75,7 @@ from outrider.training.settings import (
     require_extras,
 )
 from outrider.training.trainer import Trainer
-from outrider.types import Task
+from outrider.types import Task, ToolCall
 from outrider.viewer.progress import (
     SET_UP,
     Progress,
@@ -306,6 +306,8 @@ def build(
         renderer = make_checked_renderer(
             language_model.tokenizer, model_settings, settings.environment, note=note
         )
+        if model_settings.lora is not None or model_settings.trained_layers is not None:
+            note_unlearnable_tokens(language_model, renderer, note=note)
         remote = None
         if start_remote is None:
             context = EngineContext(
@@ -486,6 +488,32 @@ def make_checked_renderer(
     for line in report.notes():
         note(line)
     return renderer
+
+
+def note_unlearnable_tokens(
+    language_model: LanguageModel, renderer: ChatRenderer, *, note: Callable[[str], None]
+) -> None:
+    """Report tokens of calls and ends of turns that a model with a frozen vocabulary projection cannot write.
+
+    Tokens that pre-training never saw share one row of the projection, so no hidden state prefers one of them
+    (``<tool_call>`` in Qwen2.5-Coder-0.5B, ``<|eot_id|>`` in base models of Llama 3).
+    """
+    weight = language_model.head.weight.detach()
+    ids = set(renderer.closing.token_ids)
+    if renderer.call_format is not None:
+        call = ToolCall(name="a", arguments={}, call_id="call00000")
+        ids |= set(renderer.template.encode(renderer.call_format.write([call])))
+    added = renderer.tokenizer.added_tokens_decoder
+    for token_id in sorted(ids & set(added)):
+        row = weight[token_id].float()
+        near = 1e-3 * row.norm()
+        num_equal = sum(int(((rows.float() - row).norm(dim=1) <= near).sum()) for rows in weight.split(8192))
+        if num_equal > 1:
+            note(
+                f"ALARM: the policy cannot learn to write {str(added[token_id])!r}: its row of the frozen "
+                f"vocabulary projection is equal to {plural(num_equal - 1, 'other')}; train all weights (no "
+                "model.lora, no model.trained_layers), or use another environment.protocol, for example tags"
+            )
 
 
 def open_buffer(
