@@ -136,6 +136,10 @@ def test_another_server_with_the_same_model_name_is_reported(
         with chat_server(with_models(boxed)) as server:
             assert play(server, f"hotpotqa={questions}", tmp_path / "run", "--progress", "plain") == 0
         assert ("OTHER SERVER: the earlier results are from " in capsys.readouterr().out) is (number == 1)
+    (tmp_path / "run" / "evaluation.toml").write_text("damaged")
+    with chat_server(with_models(boxed)) as server:
+        assert play(server, f"hotpotqa={questions}", tmp_path / "run", "--progress", "plain") == 0
+    assert "OTHER SERVER: the earlier results are from an unknown server" in capsys.readouterr().out
 
 
 def test_a_dead_server_ends_the_evaluation_and_keeps_its_results(

@@ -349,6 +349,17 @@ def test_retries_are_reported(tmp_path: Path) -> None:
         "all faults, also of repeated tries: environment_fault in task-1, rollout 0: the simulator died "
         "(and 1 more)",
     ]
+    failed.clear()
+    notes.clear()  # one that a second try saves, and two samples of a task that are lost
+    play(
+        tmp_path / "lost.jsonl", Batches(), factory(lambda key: key == "task-4" or first_time(key)),
+        max_retries=1, notes=notes,
+    )  # fmt: skip
+    assert notes == [
+        "tries repeated after a fault: 3",
+        "all faults, also of repeated tries: environment_fault in task-1, rollout 0: the simulator died "
+        "(and 4 more)",
+    ]
 
 
 def test_an_interrupted_batch_is_repeated_as_a_whole(tmp_path: Path) -> None:
