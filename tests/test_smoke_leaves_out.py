@@ -40,6 +40,32 @@ def test_smoke_reports_its_replacements(
     assert lines == ([] if expected is None else [expected])
 
 
+@pytest.mark.parametrize(
+    ("section", "count"),
+    [("cold_start = { num_examples = 8, ", "cold_start.num_examples"),
+     ('algorithm = { type = "luffy", ', "algorithm.num_demonstrations")],
+)  # fmt: skip
+@pytest.mark.parametrize("exists", [False, True])
+def test_missing_demonstrations_of_own_questions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, count: str, exists: bool
+) -> None:
+    """Stand-in questions have neither experts nor demonstrations, also where only the questions are lost."""
+    demonstrations = tmp_path / "shown.jsonl"
+    if exists:
+        demonstrations.write_text('{"question": "q", "reward": 1.0, "messages": []}\n', encoding="utf-8")
+    recipe = tmp_path / "recipe.toml"
+    environment = '{ type = "tools", tools = ["python"], train = { path = "lost.jsonl" } }'
+    lines = [f"environment = {environment}", f'{section}demonstrations = "{demonstrations}" }}']
+    if not section.startswith("algorithm"):
+        lines.append('algorithm = { type = "grpo" }')
+    recipe.write_text("\n".join(lines), encoding="utf-8")
+    command = ["train", str(recipe), "--run", str(tmp_path / "run"), "--smoke", "--dry-run"]
+    assert cli.main(command) == 0, capsys.readouterr().err
+    settings = tomllib.loads(capsys.readouterr().out)
+    part, name = count.split(".")
+    assert settings[part][name] == 0
+
+
 def test_a_step_of_one_task_has_no_second_worker() -> None:
     """A worker plays whole groups."""
     cluster, train = {"num_trainers": 8, "num_engines": 4}, {"tasks_per_step": 1}

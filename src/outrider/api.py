@@ -16,7 +16,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from outrider.config import Settings, format_override, load_settings, require_paths
-from outrider.environments.base import Environment
+from outrider.environments.base import Environment, settings_of
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import add_search_folder, search_folders
 from outrider.plugins.registry import Kind, substitute
@@ -341,7 +341,7 @@ def _plugin_sections(plugins: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def _task_set(plugin: Any) -> Any:
     """Return the task set of an environment's class (with its default settings) or of an instance."""
     if isinstance(plugin, Environment):
-        return plugin.build(plugin.settings)
+        return plugin.build(settings_of(plugin))
     if isinstance(plugin, type) and issubclass(plugin, Environment):
         return plugin.build(plugin.Settings())
     return plugin

@@ -134,15 +134,16 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     unreadable: dict[str, str] = {}
     try:
         table = pq.read_table(path)
-        for number, field in enumerate(table.schema):
-            if pa.types.is_float32(field.type):  # by their shortest text: 5.1, not 5.099999904632568
-                texts = table.column(number).cast(pa.string())
-                table = table.set_column(number, field.name, texts.cast(pa.float64()))
         try:
             records = table.to_pylist()
         except (KeyError, pa.ArrowNotImplementedError):  # types without a Python equivalent
             unreadable = {name: str(table.schema.field(name).type) for name in _unreadable(table)}
-            records = table.drop_columns(list(unreadable)).to_pylist()
+            table = table.drop_columns(list(unreadable))
+            records = table.to_pylist()
+        for field in table.schema:
+            if type(field.type) is not pa.DataType or pa.types.is_float32(field.type):
+                for record in records:
+                    record[field.name] = decode_arrow(record[field.name], field.type)
     # Text that is not UTF-8, dates out of Python's range, wrong sizes: the content contradicts the schema.
     except (
         pa.ArrowException,
@@ -157,6 +158,33 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
     for index, record in enumerate(records):
         yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)
+
+
+def decode_arrow(value: Any, kind: Any) -> Any:
+    """Decode what pyarrow's conversion to Python leaves encoded, at any depth of a value of the Arrow type
+    ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values) and float32 numbers, which
+    get the value of their shortest text (5.1, not 5.099999904632568). Raises ValueError for damaged JSON.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if isinstance(kind, getattr(pa, "JsonType", ())):  # of pyarrow 19
+        return json.loads(value)
+    if pa.types.is_float32(kind):
+        return float(str(np.float32(value)))
+    if isinstance(kind, pa.BaseExtensionType):
+        return decode_arrow(value, kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return decode_arrow(value, kind.value_type)
+    if pa.types.is_struct(kind):
+        return {field.name: decode_arrow(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return [(key, decode_arrow(item, kind.item_type)) for key, item in value]
+    if isinstance(value, list):
+        return [decode_arrow(item, kind.value_type) for item in value]
+    return value
 
 
 def _unreadable(table: Any) -> list[str]:

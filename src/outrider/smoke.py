@@ -277,11 +277,15 @@ def smoke_overrides(settings: RunSettings, names: SmokeAssets, *, server: str) -
     overrides |= (files := dict(_files(tree["environment"], names)))
     if stages := _stages(tree["train"], is_replaced=bool(files)):  # their patterns may name any training task
         overrides = {key: value for key, value in overrides.items() if key not in _SIZES} | stages
-    overrides |= {
-        key: None for key, value in before.items() if _is_lost(key, value, ("algorithm", "cold_start"))
-    }
+    for section, count in (("algorithm", "num_demonstrations"), ("cold_start", "num_examples")):
+        key = f"{section}.demonstrations"
+        is_replaced = before.get(key) is not None and "environment.train" in files  # tasks of a stand-in
+        if is_replaced or _is_lost(key, before.get(key), (section,)):
+            overrides[key] = None
+            if not settings.environment.has_experts:  # nothing else shows a solution
+                overrides[f"{section}.{count}"] = 0
     overrides |= dict(_endpoints(tree, "", server))
-    if settings.cold_start.num_examples:
+    if settings.cold_start.num_examples and overrides.get("cold_start.num_examples"):
         overrides = {key: value for key, value in overrides.items() if key not in _CUTS} | _ROOM
     if settings.train.num_steps or settings.cold_start.num_examples:
         overrides["evaluation.at_start"] = False  # one at the end is enough

@@ -34,6 +34,7 @@ from outrider.environments.base import (
     TaskSet,
     make_task_set,
     open_episode,
+    settings_of,
     split_tasks,
 )
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
@@ -158,7 +159,7 @@ def _settings(environment: Environment | type[Environment]) -> EnvironmentSettin
             isinstance(environment.settings, EnvironmentSettings),
             f"the settings of the instance are {environment.settings!r}, no {name}.Settings",
         )
-        return cast(EnvironmentSettings, environment.settings)
+        return cast(EnvironmentSettings, settings_of(environment))
     try:
         return cls.Settings()
     except ValueError as error:

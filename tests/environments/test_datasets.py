@@ -264,4 +264,29 @@ def test_numbers_are_written_as_a_policy_writes_them(
     assert not caplog.records
     listed = write(tmp_path, '{"question": "q", "answer": "[\\"a\\", \\"b\\"]"}\n')
     assert load_tasks(listed)[0].answers == ('["a", "b"]',)
-    assert "1 answer is the text of a JSON list" in caplog.text
+    assert caplog.text.count("1 answer is the text of a JSON list") == 1
+    assert load_benchmark(str(listed.path)).tasks[0].answers == ('["a", "b"]',)
+    assert caplog.text.count("1 answer is the text of a JSON list") == 2
+
+
+@pytest.mark.skipif(not hasattr(pa, "json_"), reason="pyarrow has no type of JSON text")
+def test_values_that_pyarrow_leaves_encoded(tmp_path: Path) -> None:
+    """At any depth: JSON text, which ``datasets`` 5 writes for mixed values, and numbers of 32 bits."""
+    texts = pa.array(['"Paris"', '["Amsterdam", "The Hague"]', None])
+    number = pa.array([5.1, 0.1, None], pa.float32())
+    columns = {
+        "question": pa.array(["q", "r", "s"]),
+        "answer": pa.ExtensionArray.from_storage(pa.json_(), texts),
+        "list": pa.array([[5.1, None], [], None], pa.list_(pa.float32())),
+        "table": pa.StructArray.from_arrays([number], ["truth"]),
+        "map": pa.array([[("a", 5.1)], [], None], pa.map_(pa.string(), pa.float32())),
+        "kind": pa.array(["x", "y", None]).dictionary_encode(),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    first, second, third = (dict(row.values) for row in read_rows(tmp_path / "t.parquet"))
+    assert first == {
+        "question": "q", "answer": "Paris", "list": [5.1, None], "table": {"truth": 5.1},
+        "map": [("a", 5.1)], "kind": "x",
+    }  # fmt: skip
+    assert second["answer"] == ["Amsterdam", "The Hague"] and second["table"] == {"truth": 0.1}
+    assert [third[name] for name in ("answer", "list", "map", "kind")] == [None] * 4

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from outrider.environments.base import (
     Episode,
     EpisodeResult,
     StepResult,
+    settings_of,
 )
 from outrider.errors import (
     ConfigError,
@@ -320,6 +322,19 @@ def _set_of_numbers(cls: Any, settings: Any, split: str) -> list[Task]:
 def test_check_environment_reports_problems(members: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_environment(type("Wrong", (Guess,), members))
+
+
+def test_attributes_of_an_object_that_a_run_does_not_pass_on() -> None:
+    class World(Guess):
+        def __init__(self, settings: Any = None, shared: Any = None, *, bonus: float = 1.0) -> None:
+            super().__init__(settings, shared)
+            self.bonus = bonus
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert settings_of(World()) == World().settings
+        with pytest.raises(UserWarning, match="what it has in bonus is not passed on"):
+            settings_of(World(bonus=5.0))
 
 
 def test_a_fault_names_the_class_of_the_user() -> None:

@@ -221,6 +221,56 @@ def test_chats_in_the_usual_columns(tmp_path: Path, form: str) -> None:
     assert [item.content for item in imported.trajectories[0].prompt] == [USER["content"]]
 
 
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [
+        ({"completion": "last"}, {}),
+        ({"completion": [{"role": "assistant", "content": "last"}]}, {}),
+        ({"output": [{"role": "assistant", "content": "last"}]}, {}),
+        ({"completion": "last", "output": "a text"}, {}),
+    ],
+)
+def test_the_last_answer_may_have_a_column_of_its_own(
+    tmp_path: Path, more: dict[str, Any], left_out: dict[str, int]
+) -> None:
+    imported = read(tmp_path, messages=[USER, {"role": "assistant", "content": "first"}, USER], **more)
+    assert steps(imported) == [("first", USER["content"]), ("last", "")] and imported.dropped == left_out
+
+
+def test_columns_with_another_chat_are_counted(tmp_path: Path) -> None:
+    whole = [USER, END]
+    assert read(tmp_path, messages=whole, completion=END["content"]).dropped == {}
+    assert read(tmp_path, messages=whole, completion=[END]).dropped == {}
+    imported = read(tmp_path, messages=whole, conversations=[USER, END], completion="other")
+    assert imported.dropped == {"column 'conversations'": 1, "column 'completion'": 1}
+    assert read(tmp_path, messages=whole, output="a text").dropped == {"column 'output'": 1}
+
+
+def test_examples_in_the_column_of_the_prompt_are_no_steps(tmp_path: Path) -> None:
+    example = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    imported = read(tmp_path, prompt=[*example, USER], completion=[END], system="Be brief.")
+    assert steps(imported) == [(END["content"], "")]
+    assert list(imported.questions.values()) == [USER["content"]]
+    assert [m.role for m in imported.trajectories[0].prompt] == ["system", "user", "assistant", "user"]
+
+
+@pytest.mark.skipif(not hasattr(pa, "json_"), reason="pyarrow has no type of JSON text")
+def test_columns_of_json_text_in_parquet(tmp_path: Path) -> None:
+    """``datasets`` 5 writes such columns if a field is text in some records and a list in others."""
+    parts = [{"type": "text", "text": "It is \\boxed{4}."}]
+    texts = pa.array([json.dumps("What is\n2+2?"), json.dumps(parts)])
+    contents = pa.StructArray.from_arrays(
+        [pa.array(["user", "assistant"]), pa.ExtensionArray.from_storage(pa.json_(), texts)],
+        ["role", "content"],
+    )
+    column = pa.ListArray.from_arrays([0, 2], contents)
+    table = pa.table({"messages": column, "reward": pa.array([0.5], pa.float32())})
+    pq.write_table(table, tmp_path / "chats.parquet")
+    [trajectory] = import_trajectories(tmp_path / "chats.parquet").trajectories
+    assert trajectory.prompt[0].content == "What is\n2+2?"
+    assert trajectory.steps[0].text == "It is \\boxed{4}."
+
+
 def test_a_prompt_and_a_completion_may_be_text(tmp_path: Path) -> None:
     imported = read(tmp_path, prompt="2+2?", completion="4")
     assert steps(imported) == [("4", "")] and list(imported.questions.values()) == ["2+2?"]

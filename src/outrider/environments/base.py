@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -1163,6 +1164,35 @@ class Environment(ABC):
     def build(cls, settings: Any, context: object = None) -> TaskSet:
         """Return the task set that the run uses."""
         return EnvironmentTaskSet(cls, settings)
+
+
+def settings_of(environment: Environment) -> Any:
+    """Return the settings of an object, from which a run makes its own objects, one per episode.
+
+    Warns of attributes that they will lack. Raises ConfigError if the class needs more than settings.
+    """
+    cls = type(environment)
+    try:
+        fresh = cls(environment.settings)
+    except Exception as error:
+        raise ConfigError(
+            f"a run makes its environments as {cls.__qualname__}(settings, shared), which fails: {error}"
+        ) from error
+    others = vars(fresh)
+    fresh.close()
+    lost = [
+        name
+        for name, value in vars(environment).items()
+        if type(value) is not type(others.get(name))
+        or (isinstance(value, str | int | float) and repr(value) != repr(others[name]))
+    ]
+    if lost:
+        warnings.warn(
+            f"a run makes its environments from {cls.__qualname__} and the settings of this object: "
+            f"what it has in {', '.join(lost)} is not passed on; add fields to {cls.__qualname__}.Settings",
+            stacklevel=2,
+        )
+    return environment.settings
 
 
 class EnvironmentTaskSet:

@@ -27,7 +27,14 @@ from outrider.environments.base import (
     make_task_set,
     split_tasks,
 )
-from outrider.environments.tool_qa.datasets import QuestionFactory, answer_column, hash_tasks, hub_rows
+from outrider.environments.tool_qa.datasets import (
+    QuestionFactory,
+    answer_column,
+    hash_tasks,
+    hub_rows,
+    is_list_text,
+    warn_of_list_texts,
+)
 from outrider.environments.tool_qa.rewards import JudgeSettings
 from outrider.errors import ConfigError, DataError
 from outrider.evaluation.grading import Kind, Scorer, find_variant, number_after_mark
@@ -279,6 +286,8 @@ def load_benchmark(name_or_path: str, *, limit: int | None = None, others: Seque
         if benchmark.attachment is None or not row.values.get(benchmark.attachment)
     ]
     tasks = tuple(_task(benchmark, columns, row, index) for index, row in usable[:limit])
+    warn_of_list_texts([row.location for (_, row), task in zip(usable, tasks, strict=False)
+                        if len(task.answers) == 1 and is_list_text(task.answers[0])])  # fmt: skip
     if not tasks:
         raise DataError(f"{name_or_path}: every task needs an attachment, and none can be given")
     return EvalTasks(

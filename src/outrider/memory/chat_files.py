@@ -25,7 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from outrider.errors import DataError, ToolUnavailable
-from outrider.records import unique_keys
+from outrider.records import decode_arrow, unique_keys
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import call_id, split_thinking
@@ -66,11 +66,14 @@ COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A chat and the question that it answers. ``dropped`` counts the dropped fields and parts by name."""
+    """A chat and the question that it answers. ``dropped`` counts the dropped fields and parts by name. The
+    first ``num_given`` messages are a prompt of its own column: turns of the assistant in it are examples.
+    """
 
     question: str
     messages: tuple[Message, ...]
     dropped: Counter[str]
+    num_given: int = 0
 
 
 def read_chat(record: Mapping[str, Any]) -> Chat:
@@ -79,7 +82,11 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
     if media := [key for key in _MEDIA if _is_media(key, record.get(key))]:
         raise ValueError(f"column {media[0]!r} is not text: Outrider trains on text")
     reader = _Reader(dropped)
-    for item in _items(record):
+    prompt, items = _items(record, dropped)
+    for item in prompt:
+        reader.add(item)
+    num_given = len(reader.messages)
+    for item in items:
         reader.add(item)
     messages = _numbered(reader.messages)
     system = record.get("system") or record.get("instructions")
@@ -87,7 +94,9 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         messages.insert(
             0, Message(role="system", content=_joined(reader.parts(system, "system").texts, "\n"))
         )
-    return Chat(question=_question(record, messages), messages=tuple(messages), dropped=dropped)
+        num_given += bool(num_given)
+    question = _question(record, messages, num_given)
+    return Chat(question=question, messages=tuple(messages), dropped=dropped, num_given=num_given)
 
 
 def turn_text(message: Message) -> str:
@@ -126,21 +135,31 @@ def _numbered(messages: Sequence[Message]) -> list[Message]:
     return numbered
 
 
-def _items(record: Mapping[str, Any]) -> list[Any]:
-    """Return the messages of a record from any of the supported columns."""
-    key = next((key for key in _CHATS if record.get(key) is not None), None)
-    if key is not None:
-        items = _listed(record[key], key)
-        if "completion" in record and not any(_role(item) == "assistant" for item in items):
-            items = [*items, *_as_messages(record["completion"], "assistant", "completion")]
-        return items
+def _items(record: Mapping[str, Any], dropped: Counter[str]) -> tuple[list[Any], list[Any]]:
+    """Return the messages of a record from any of the supported columns: those of a prompt with a completion,
+    and the others. Counts chats in other columns.
+    """
+    chats = [key for key in _CHATS if record.get(key) is not None]
+    if chats:
+        items = _listed(record[chats[0]], chats[0])
+        dropped.update(f"column {key!r}" for key in chats[1:])
+        # a log of requests has the answer of the last one in a column of its own
+        column = "output" if record.get("completion") is None else "completion"
+        answer = _decoded(record.get(column))
+        is_chat = isinstance(answer, list) and all(map(_is_item, answer))
+        if (is_chat or column == "completion") and not (items and _role(items[-1]) == "assistant"):
+            items = [*items, *_as_messages(answer, "assistant", column)]
+        elif answer is not None and not (is_chat and items[-len(answer) :] == answer):
+            last = items[-1] if items and isinstance(items[-1], Mapping) else {}
+            dropped[f"column {column!r}"] += answer not in (last.get("content"), last.get("value"))
+        return [], items
     if record.get("prompt") is not None and record.get("completion") is not None:
-        return [
-            *_as_messages(record["prompt"], "user", "prompt"),
-            *_as_messages(record["completion"], "assistant", "completion"),
-        ]
+        return (
+            _as_messages(record["prompt"], "user", "prompt"),
+            _as_messages(record["completion"], "assistant", "completion"),
+        )
     if record.get("input") is not None and isinstance(_decoded(record.get("output")), list):
-        return [*_as_messages(record["input"], "user", "input"), *_listed(record["output"], "output")]
+        return [], [*_as_messages(record["input"], "user", "input"), *_listed(record["output"], "output")]
     raise ValueError(
         f"no column 'messages' (or {', '.join(_CHATS[1:])}, or prompt with completion); "
         f"{_columns(record, _CHATS if 'prompt' not in record else (*_CHATS, 'completion'))}"
@@ -186,7 +205,7 @@ def _role(item: Any) -> Role | None:
     return _ROLES.get(name.strip().lower()) if isinstance(name, str) else None
 
 
-def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
+def _question(record: Mapping[str, Any], messages: Sequence[Message], num_given: int) -> str:
     key = next((key for key in QUESTIONS if record.get(key) is not None), None)
     if key is not None and (key != "prompt" or isinstance(_decoded(record[key]), str)):
         question = record[key]
@@ -195,7 +214,7 @@ def _question(record: Mapping[str, Any], messages: Sequence[Message]) -> str:
         if not question.strip():
             raise ValueError(f"{key!r} is empty")
         return question
-    first = next((n for n, message in enumerate(messages) if message.role == "assistant"), len(messages))
+    first = num_given or next((n for n, m in enumerate(messages) if m.role == "assistant"), len(messages))
     user_texts = [
         message.content for message in messages[:first] if message.role == "user" and message.content.strip()
     ]
@@ -679,6 +698,7 @@ def _read_row(table: pyarrow.RecordBatch, index: int) -> object:
     row = table.slice(index, 1)
     try:
         (values,) = row.to_pylist()
+        values = {field.name: decode_arrow(values[field.name], field.type) for field in row.schema}
     except pyarrow.ArrowNotImplementedError:
         values = _readable_columns(row)
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
@@ -693,7 +713,8 @@ def _readable_columns(row: pyarrow.RecordBatch) -> dict[str, object]:
     values: dict[str, object] = {}
     for name, column in zip(row.schema.names, row.columns, strict=True):
         try:
-            (values[name],) = column.to_pylist()
+            (value,) = column.to_pylist()
+            values[name] = decode_arrow(value, column.type)
         except Exception as error:
             if name in _OWN_COLUMNS:
                 raise ValueError(
@@ -814,7 +835,7 @@ def _trajectory(
     reward = _reward(record)
     num_tokens = _count(record.get("num_tokens"))
     question = chat.question
-    prompt, steps, texts = _split(chat.messages, answer_marks)
+    prompt, steps, texts = _split(chat.messages, answer_marks, chat.num_given)
     agent = _text(record, "agent", agent)
     task_key = _text(record, "task_key", question_key(question))
     # The digest covers everything that distinguishes trajectories, so a second import produces the same ids.
@@ -888,10 +909,10 @@ def _text(record: Mapping[str, object], key: str, default: str) -> str:
 
 
 def _split(
-    messages: Sequence[Message], answer_marks: Sequence[str]
+    messages: Sequence[Message], answer_marks: Sequence[str], num_given: int
 ) -> tuple[tuple[Message, ...], tuple[Step, ...], list[tuple[str, str]]]:
     """Return prompt, steps, and all messages as role and text."""
-    starts = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    starts = [n for n, message in enumerate(messages) if message.role == "assistant" and n >= num_given]
     if not starts:
         raise ValueError("no message of the assistant")
     if any(message.role == "system" for message in messages[starts[0] :]):

@@ -100,7 +100,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         )
         if has_answer and not answers:
             raise DataError(f"{row.location}: column {column!r} contains no answer")
-        if isinstance(values, str) and _is_list_text(values):
+        if isinstance(values, str) and is_list_text(values):
             listed.append(row.location)
         columns = json.loads(json.dumps(row.values, default=_plain)) if keeps_columns else {}
         task = Task(key=key, question=question, answers=answers, metadata=columns)
@@ -124,11 +124,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         logging.getLogger(__name__).warning(
             "%d rows with a blank answer left out, the first at %s", len(blank), blank[0]
         )
-    if listed:
-        logging.getLogger(__name__).warning(
-            "%s the text of a JSON list, the first at %s: each is one answer; several accepted answers are a "
-            "list and not text", plural(len(listed), "answer is", "answers are"), listed[0],
-        )  # fmt: skip
+    warn_of_list_texts(listed)
     if repeated:
         others = f"; {len(contradicting)} of them with other answers, the first at " if contradicting else ""
         logging.getLogger(__name__).warning(
@@ -190,7 +186,16 @@ def answer_column(row: Row, column: str) -> str:
     return "answers" if is_other else column
 
 
-def _is_list_text(text: str) -> bool:
+def warn_of_list_texts(locations: Sequence[str]) -> None:
+    """Warn of answers at these locations for which :func:`is_list_text` is true."""
+    if locations:
+        logging.getLogger(__name__).warning(
+            "%s the text of a JSON list, the first at %s: each is one answer; several accepted answers are a "
+            "list and not text", plural(len(locations), "answer is", "answers are"), locations[0],
+        )  # fmt: skip
+
+
+def is_list_text(text: str) -> bool:
     """Whether a text is a JSON list of texts, as some tables store several accepted answers."""
     if not text.lstrip().startswith("["):
         return False
