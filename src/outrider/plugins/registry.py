@@ -58,7 +58,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
-        "python": "outrider.tools.python.tool:PythonAdapter",
+        "python": "outrider.tools.python.tool:PythonTool",
         "http-search": "outrider.tools.http_search:HttpSearch",
         "browser": "outrider.tools.browser.tool:Browser",
         "mcp": "outrider.tools.mcp.tool:McpServer",
