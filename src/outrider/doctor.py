@@ -404,9 +404,9 @@ def _minilm() -> str:
 
 
 def _java() -> str:
-    from outrider.environments.scienceworld.environment import ScienceWorldConfig, find_launch
+    from outrider.environments.scienceworld.environment import find_simulator
 
-    find_launch(ScienceWorldConfig())
+    find_simulator()
     return f"{shutil.which('java')} and the simulator (not started)"
 
 

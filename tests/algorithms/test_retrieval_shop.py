@@ -13,9 +13,9 @@ from outrider.algorithms.exploration import Rapo, RapoSettings
 from outrider.algorithms.retrieval import RetrievalHook, RetrievalSettings, retrieved_share
 from outrider.algorithms.tips import answered_turns
 from outrider.engines.base import Request
-from outrider.environments.base import Episode
+from outrider.environments.base import EnvironmentTaskSet, Episode
 from outrider.environments.webshop import environment as webshop_text
-from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
+from outrider.environments.webshop.environment import WebShopConfig, WebShopEnvironment
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.rollout.episode import Sampling
@@ -28,7 +28,7 @@ from outrider.trace import Node, Trace
 from outrider.types import Origin, Outcome, Trajectory
 from tests.rollout.fakes import TOKENIZER, scripted
 
-FAMILY = WebShopTaskSet(WebShopConfig(num_train=8))
+FAMILY = EnvironmentTaskSet(WebShopEnvironment, WebShopConfig(num_train=8))
 LIMITS = Limits(max_turns=5, max_response_tokens=40000, max_observation_tokens=6000, max_splice_tokens=6000)
 
 

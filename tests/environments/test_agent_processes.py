@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
-from outrider.environments.agent.programs import AgentPrograms, Report  # noqa: E402
+from outrider.environments.agent.programs import Report, run_agent  # noqa: E402
 from outrider.environments.agent.requests import read_request  # noqa: E402
 from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
 from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session  # noqa: E402
@@ -116,7 +116,7 @@ def test_a_command_and_what_it_started_end_with_the_episode(
 def test_long_tasks_and_long_results_do_not_block_each_other() -> None:
     """Neither side may wait for the other to read while it does not read itself."""
     ended: queue.SimpleQueue[Report] = queue.SimpleQueue()
-    programs = AgentPrograms(function=f"{PROGRAMS}:bulky", command=(), reward=None)
+    programs = run_agent(function=f"{PROGRAMS}:bulky", command=(), reward=None)
 
     def start() -> None:
         for _ in range(40):
@@ -151,7 +151,7 @@ def test_a_killed_launcher_is_a_fault_and_is_replaced_and_nothing_is_left() -> N
 
 
 def test_threads_of_an_agent_do_not_outlive_the_trainer() -> None:
-    programs = AgentPrograms(function="tests.environments.agents.threaded:run", command=(), reward=None)
+    programs = run_agent(function="tests.environments.agents.threaded:run", command=(), reward=None)
     launcher = programs._process
     try:
         launcher._sock.shutdown(socket.SHUT_RDWR)  # as the end of the trainer does

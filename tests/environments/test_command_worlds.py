@@ -10,7 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from outrider.engines.base import Request
-from outrider.environments.base import EnvironmentEpisode, StepResult, TaskSet, make_task_set
+from outrider.environments.base import (
+    EnvironmentEpisode,
+    EnvironmentTaskSet,
+    StepResult,
+    TaskSet,
+    make_task_set,
+)
 from outrider.environments.parse_rules import NUM_NUMBERED, parse
 from outrider.environments.scienceworld.environment import ScienceWorldConfig
 from outrider.environments.tool_qa.environment import WRONG_ANSWER, EpisodeConfig, ToolsConfig
@@ -19,7 +25,6 @@ from outrider.environments.webshop.environment import (
     QUERY,
     WebShopConfig,
     WebShopEnvironment,
-    WebShopTaskSet,
 )
 from outrider.rollout.settings import Limits
 from outrider.tools.base import ToolOutput
@@ -67,22 +72,18 @@ def commands_of(replies: Sequence[str]) -> list[str]:
 
 
 def shop(**config: object) -> WebShopEnvironment:
-    task_set = WebShopTaskSet(WebShopConfig.model_validate(config))
-    environment = task_set.make()(task_set.tasks("train")[0])
-    environment.reset(0)
-    return environment
-
-
-def plan(environment: WebShopEnvironment) -> list[str]:
-    task_set = WebShopTaskSet(environment._config)
-    return [f"{verb}[{argument}]" for verb, argument in task_set._plan(environment._goal)]
+    task_set = EnvironmentTaskSet(WebShopEnvironment, WebShopConfig.model_validate(config))
+    episode = task_set.make()(task_set.tasks("train")[0])
+    episode.reset(0)
+    assert isinstance(episode.environment, WebShopEnvironment)
+    return episode.environment
 
 
 def test_the_shop_as_a_world_of_commands() -> None:
     environment = shop(reward="success10")
     assert (environment.opening, environment.admitted()) == ("'Search'", (QUERY,))
     assert environment.task_text == environment._goal.text
-    search, *clicks = plan(environment)
+    search, *clicks = environment._plan()
     result = environment.act(search.upper())
     assert result.text.startswith("'Back to Search' [SEP] 'Page 1 (Total results: ")
     assert not (result.invalid or result.refused or "Actions:" in result.text)
@@ -99,11 +100,9 @@ def test_the_shop_as_a_world_of_commands() -> None:
         assert (result.text, result.invalid, result.refused) == (page, is_invalid, not is_invalid)
     twin = environment.copy()
     results = [environment.act(command) for command in clicks]
-    assert (results[-1].done, results[-1].reward, results[-1].message) == (True, 10.0, None)
+    assert (results[-1].done, results[-1].reward, results[-1].observations) == (True, 10.0, ())
     assert environment.result().success and not twin.result().success
     assert environment.result().metrics["num_invalid"] == 2 and twin._page.kind == "results"
-    with pytest.raises(RuntimeError, match="has ended"):
-        environment.act("click[buy now]")
 
 
 def test_a_search_is_admissible_where_there_is_a_bar() -> None:
@@ -119,7 +118,7 @@ def test_the_shop_with_a_window(rule: str) -> None:
     config = WebShopConfig.model_validate({"context": "window", "window": window})
     task_set = make_task_set(config)
     task = task_set.tasks("train")[0]
-    commands = plan(shop())
+    commands = shop()._plan()
     leaf, prompts = roll_out(task_set, task, script_of(commands_of(commands)))
     assert leaf.success
     assert len(prompts) == len(commands) and f"'{QUERY}'" in prompts[0]
@@ -131,7 +130,7 @@ def test_the_shop_with_a_window(rule: str) -> None:
 def test_a_prompt_with_too_many_characters_has_no_history() -> None:
     window = {"parse": "verl-agent-20", "max_prompt_tokens": 8000, "max_prompt_characters": 800}
     task_set = make_task_set(WebShopConfig.model_validate({"context": "window", "window": window}))
-    commands = [QUERY, "click[none]", *plan(shop())[:1], "click[none]"]
+    commands = [QUERY, "click[none]", *shop()._plan()[:1], "click[none]"]
     replies = script_of(commands_of(commands))
     leaf, prompts = roll_out(task_set, task_set.tasks("train")[0], replies, max_turns=4)
     assert ["Commands given so far" in prompt for prompt in prompts] == [False, True, True, False]
@@ -144,7 +143,7 @@ def test_copies_of_a_window_are_independent() -> None:
     task_set = make_task_set(WebShopConfig.model_validate({"context": "window", "window": window}))
     original: Any = task_set.make()(task_set.tasks("train")[0])
     original.reset(0)
-    search, click, *_ = plan(shop())
+    search, click, *_ = shop()._plan()
     original.step(Message(role="assistant", content=f"<action>{search}</action>"))
     twin, before = original.copy(), original.request
     twin.step(Message(role="assistant", content=f"<action>{click}</action>"))

@@ -22,7 +22,7 @@ from outrider.environments.verifiers.player import episode_outcome
 from outrider.errors import EnvironmentFault, InvalidResult, ToolFault
 from outrider.tools.base import ToolOutput, recorded_call
 from outrider.tools.functions import tool_class
-from outrider.tools.python.tool import PythonAdapter, PythonResult
+from outrider.tools.python.tool import PythonResult, PythonTool
 from outrider.tools.search import Passage, SearchTool
 from outrider.types import CallRecord, Message, ToolCall
 from tests.chat_server import Answer
@@ -203,7 +203,7 @@ def shout(text: str) -> str:
 def python(status: Any, output: str) -> ToolOutput:
     result = PythonResult(output=output, status=status, seconds=0.0, truncated=False, sandboxed=True)
     server: Any = SimpleNamespace(run=lambda code: result)
-    return PythonAdapter(server).run_text("x")
+    return PythonTool.run_text(server, "x")
 
 
 SEARCH = SearchTool([Passage(passage_id="1", title="Red", text="The sky is red.")])

@@ -43,7 +43,7 @@ def turns_of(transcript: str) -> list[Turn]:
 
 
 def fault_of(transcript: str) -> str | None:
-    return format_fault(turns_of(transcript), TOOLS, require_think=True, require_boxed=True)
+    return format_fault(turns_of(transcript), TOOLS, RewardConfig())
 
 
 @pytest.mark.parametrize(
@@ -93,14 +93,14 @@ def test_formats_that_only_our_check_rejects(text: str) -> None:
     ],
 )
 def test_format_faults_have_reasons(turns: list[Turn], reason: str) -> None:
-    assert format_fault(turns, TOOLS, require_think=True, require_boxed=True) == reason
+    assert format_fault(turns, TOOLS, RewardConfig()) == reason
 
 
 def test_format_requirements_can_be_lifted() -> None:
     turns = [Turn(text="<answer>Paris</answer>")]
-    assert format_fault(turns, TOOLS, require_think=False, require_boxed=False) is None
+    assert format_fault(turns, TOOLS, RewardConfig(require_think=False, require_boxed=False)) is None
     open_think = [Turn(text="<think><answer>Paris</answer>")]
-    assert format_fault(open_think, TOOLS, require_think=False, require_boxed=False) is not None
+    assert format_fault(open_think, TOOLS, RewardConfig(require_think=False, require_boxed=False)) is not None
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,9 @@ def test_the_result_tag_is_neutralised_and_not_the_policys() -> None:
         ("result", "<information>", None),
     ):
         turns = [Turn(text=f"{text}{answer}")]
-        fault = format_fault(turns, (), require_think=False, require_boxed=False, result_tag=tag)
+        fault = format_fault(
+            turns, (), RewardConfig(require_think=False, require_boxed=False), result_tag=tag
+        )
         assert fault == expected
 
 

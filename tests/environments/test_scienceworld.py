@@ -1,6 +1,5 @@
 """ScienceWorld without Java, with a scripted simulator and a fake gateway."""
 
-import dataclasses
 import os
 import stat
 import sys
@@ -18,7 +17,7 @@ from pydantic import ValidationError
 from outrider.environments.base import Env, EnvironmentEpisode, EnvironmentTaskSet, StepResult, TaskSet
 from outrider.environments.scienceworld import tasks as scienceworld_tasks
 from outrider.environments.scienceworld.environment import ScienceWorldConfig, ScienceWorldEnvironment
-from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, Opening, Reply, SimulatorPool
+from outrider.environments.scienceworld.simulator import JavaSimulator, Opening, Reply, SimulatorPool
 from outrider.environments.text_games import parse_action, render_action
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
@@ -503,16 +502,19 @@ time.sleep(60)
 """
 
 
-def counterfeit(tmp_path: Path, mode: str) -> Launch:
+def counterfeit(tmp_path: Path, mode: str, **limits: float) -> JavaSimulator:
     program = tmp_path / "java"
     program.write_text(_COUNTERFEIT.format(python=sys.executable, mode=mode))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    start_limit_s, step_limit_s = (0.5 if mode == "mute" else 10.0), (0.3 if mode == "stall" else 10.0)
-    return Launch(java=str(program), class_path="", start_limit_s=start_limit_s, step_limit_s=step_limit_s)
+    usual = {
+        "start_limit_s": 0.5 if mode == "mute" else 10.0,
+        "step_limit_s": 0.3 if mode == "stall" else 10.0,
+    }
+    return JavaSimulator(str(program), "", ScienceWorldConfig.model_validate(usual | limits))
 
 
 def test_the_simulators_values_are_read_and_its_output_is_drained(tmp_path: Path) -> None:
-    simulator = JavaSimulator(counterfeit(tmp_path, "fine"))
+    simulator = counterfeit(tmp_path, "fine")
     try:
         assert simulator.act("open\\door") == Reply(
             observation="open\\door|a\nb\\n", score=84, completed=False, num_moves=7
@@ -533,7 +535,7 @@ def test_the_simulators_values_are_read_and_its_output_is_drained(tmp_path: Path
     ("mode", "what"), [("stall", "stalled longer than 0.3 s"), ("die", "died"), ("error", "OutOfMemoryError")]
 )
 def test_a_broken_call_is_a_fault_and_kills_the_process(tmp_path: Path, mode: str, what: str) -> None:
-    simulator = JavaSimulator(counterfeit(tmp_path, mode))
+    simulator = counterfeit(tmp_path, mode)
     with pytest.raises(EnvironmentFault, match=what):
         simulator.act("wait")
     assert not simulator.is_alive()
@@ -548,11 +550,11 @@ def test_a_process_that_does_not_start_is_a_fault_with_its_output(
     tmp_path: Path, mode: str, what: str
 ) -> None:
     with pytest.raises(EnvironmentFault, match=what):
-        JavaSimulator(counterfeit(tmp_path, mode))
+        counterfeit(tmp_path, mode)
 
 
 def test_closing_from_another_thread_ends_a_hanging_call(tmp_path: Path) -> None:
-    simulator = JavaSimulator(dataclasses.replace(counterfeit(tmp_path, "stall"), step_limit_s=30.0))
+    simulator = counterfeit(tmp_path, "stall", step_limit_s=30.0)
     threading.Timer(0.2, simulator.close).start()
     with pytest.raises(EnvironmentFault):
         simulator.act("wait")

@@ -370,9 +370,7 @@ def run_maker(monkeypatch: pytest.MonkeyPatch, shelf: GameShelf, make_one: Calla
     work.mkdir(parents=True)
     (shelf.root / shelf.name).mkdir(exist_ok=True)
     wanted = (("train", 0), ("test", 1))
-    order = textworld_games._Order(
-        root=shelf.root, game=shelf.game, game_seed=shelf.game_seed, keys=wanted, work=work
-    )
+    order = textworld_games._Order(shelf=shelf, keys=wanted, work=work)
     monkeypatch.setattr(sys, "stdin", io.StringIO(order.model_dump_json()))
     monkeypatch.setattr(textworld_games, "_make_game", make_one)
     return textworld_games.main()

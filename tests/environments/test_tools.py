@@ -24,7 +24,7 @@ from outrider.environments.tool_qa.environment import (
 from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import DataError, ToolFault, ToolUnavailable
 from outrider.tools.base import ToolOutput
-from outrider.tools.python.tool import PythonAdapter, PythonResult, PythonTool, PythonToolConfig
+from outrider.tools.python.tool import PythonResult, PythonTool, PythonToolConfig
 from outrider.types import CallRecord, Message, Task
 from tests.tool_episodes import tool_factory
 
@@ -362,14 +362,10 @@ def test_the_python_tool_fulfils_the_contract(monkeypatch: pytest.MonkeyPatch) -
             output="ZeroDivisionError", status="error", seconds=0.0, truncated=False, sandboxed=True
         ),
     }
-    closed: list[bool] = []
     monkeypatch.setattr(PythonTool, "__init__", lambda self: None)
     monkeypatch.setattr(PythonTool, "run", lambda self, code: results[code])
-    monkeypatch.setattr(PythonTool, "close", lambda self: closed.append(True))
-    adapter = PythonAdapter(PythonTool())  # type: ignore[call-arg]
-    assert adapter.name == "python"
-    assert adapter.run_text("1+1") == ToolOutput(text="2")
-    assert adapter.run_text("x=1") == ToolOutput(text="(no output)")
-    assert adapter.run_text("1/0") == ToolOutput(text="ZeroDivisionError", failed=True)
-    adapter.close()
-    assert closed == [True]
+    tool = PythonTool()  # type: ignore[call-arg]
+    assert tool.name == "python"
+    assert tool.run_text("1+1") == ToolOutput(text="2")
+    assert tool.run_text("x=1") == ToolOutput(text="(no output)")
+    assert tool.run_text("1/0") == ToolOutput(text="ZeroDivisionError", failed=True)

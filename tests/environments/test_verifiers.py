@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn", reason="needs the extra agent")
 
 from outrider.environments.agent.environment import ProgramFactory  # noqa: E402
 from outrider.environments.agent.programs import Report  # noqa: E402
-from outrider.environments.verifiers.environment import Episodes, VerifiersConfig, VerifiersTaskSet
+from outrider.environments.verifiers.environment import VerifiersConfig, VerifiersTaskSet, run_episodes
 from outrider.errors import DataError, EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.plugins.imports import add_search_folder  # noqa: E402
 from outrider.rollout.scheduler import RolloutReport  # noqa: E402
@@ -49,7 +49,7 @@ def config_of(*rows: str, **settings: Any) -> VerifiersConfig:
 @contextmanager
 def loaded(config: VerifiersConfig) -> Iterator[tuple[Any, Sequence[Task]]]:
     """The process that plays, and the tasks. Several factories may use the process."""
-    episodes = Episodes(config)
+    episodes = run_episodes(config)
     try:
         yield episodes, VerifiersTaskSet(config).tasks("train")
     finally:
@@ -139,7 +139,7 @@ def test_a_process_that_dies_is_a_fault_and_starts_again(folder: Path) -> None:
 def test_cancelling_reports_an_end(folder: Path) -> None:
     config = config_of("hang")
     [task] = VerifiersTaskSet(config).tasks("train")
-    episodes = Episodes(config)
+    episodes = run_episodes(config)
     try:
         ended: queue.Queue[Report] = queue.Queue()
         # nobody answers at this address, and the request hangs until it is cancelled
@@ -156,12 +156,12 @@ def test_cancelling_reports_an_end(folder: Path) -> None:
 
 
 def test_nothing_is_left_when_the_trainer_goes(folder: Path) -> None:
-    episodes = Episodes(config_of("good"))
+    episodes = run_episodes(config_of("good"))
     process = episodes._process._process
     episodes._process._sock.shutdown(2)  # as the kernel does when the trainer is killed
     assert process.wait(60) == 0
     episodes.close()
-    again = Episodes(config_of("good"))
+    again = run_episodes(config_of("good"))
     os.kill(again._process._process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
     while not again._process.is_over and time.monotonic() < deadline:

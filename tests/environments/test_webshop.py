@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from outrider.environments.base import CopyableEnvironment, StepResult, TaskSet
+from outrider.environments.base import (
+    CopyableEnvironment,
+    EnvironmentEpisode,
+    EnvironmentTaskSet,
+    StepResult,
+    TaskSet,
+)
+from outrider.environments.text_games import render_action
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.environments.webshop import reward as webshop_reward
 from outrider.environments.webshop.catalogue import (
@@ -31,9 +38,7 @@ from outrider.environments.webshop.environment import (
     MAX_ACTION_CHARACTERS,
     WebShopConfig,
     WebShopEnvironment,
-    WebShopTaskSet,
     parse_action,
-    render_action,
 )
 from outrider.environments.webshop.pages import BUY, Page, Shop
 from outrider.environments.webshop.reward import (
@@ -74,34 +79,39 @@ def product(product_id: str = "A", **changes: object) -> Product:
 
 
 @cache
-def family(**config: object) -> WebShopTaskSet:
-    return WebShopTaskSet(WebShopConfig.model_validate(config))
+def family(**config: object) -> EnvironmentTaskSet:
+    return task_set_of(WebShopConfig.model_validate(config))
 
 
-def all_tasks(shop_family: WebShopTaskSet) -> list[Task]:
+def task_set_of(config: WebShopConfig) -> EnvironmentTaskSet:
+    return EnvironmentTaskSet(WebShopEnvironment, config)
+
+
+def all_tasks(shop_family: EnvironmentTaskSet) -> list[Task]:
     return [task for split in SPLITS for task in shop_family.tasks(split)]
 
 
-def start(product_id: str = BOTTLE, **config: object) -> WebShopEnvironment:
+def start(product_id: str = BOTTLE, **config: object) -> EnvironmentEpisode:
     task = next(task for task in all_tasks(family(**config)) if task.metadata["product"] == product_id)
     environment = family(**config).make()(task)
     environment.reset(0)
     return environment
 
 
-def say(environment: WebShopEnvironment, text: str) -> StepResult:
+def say(environment: EnvironmentEpisode, text: str) -> StepResult:
     return environment.step(Message(role="assistant", content=text))
 
 
-def do(environment: WebShopEnvironment, *actions: str) -> StepResult:
+def do(environment: EnvironmentEpisode, *actions: str) -> StepResult:
     """Do the actions and return the last answer."""
     return [say(environment, f"Thinking. <action>{action}</action>") for action in actions][-1]
 
 
 def shown(result: StepResult) -> list[str]:
     """The fields of the page in an answer."""
-    assert result.message is not None and result.message.role == "user"
-    page = next(line for line in result.message.content.splitlines() if line.startswith("Page: "))
+    (message,) = result.observations
+    assert message.role == "user"
+    page = next(line for line in message.content.splitlines() if line.startswith("Page: "))
     return page.removeprefix("Page: ").split(" [SEP] ")
 
 
@@ -243,7 +253,7 @@ def test_similarity_agrees_with_its_definition(left: str, right: str) -> None:
 @given(st.data())
 def test_scores_are_in_range_and_one_for_the_perfect_purchase(data: st.DataObject) -> None:
     goals = [read_goal(task) for task in all_tasks(family())]
-    shop = family().make()(all_tasks(family())[0])._shop
+    shop = family().make()(all_tasks(family())[0]).environment.shared
     goal = data.draw(st.sampled_from(goals))
     bought = shop.products[data.draw(st.sampled_from(sorted(shop.products)))]
     chosen = {name: data.draw(st.sampled_from(values)) for name, values in bought.options.items()}
@@ -324,15 +334,15 @@ def test_a_goal_is_restored_from_its_task() -> None:
 )
 def test_a_task_of_another_environment_is_refused(metadata: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="t1 is not a WebShop task"):
-        family().make()(Task(key="t1", question="?", metadata=metadata))  # type: ignore[arg-type]
+        family().make()(Task(key="t1", question="?", metadata=metadata)).reset(0)  # type: ignore[arg-type]
     other = make_task(build_goals(catalogue(product()), {"A": 1.0}, 0)[0])
     with pytest.raises(ConfigError, match="no product 'A'"):
-        family().make()(other)
+        family().make()(other).reset(0)
 
 
 @pytest.mark.parametrize("split_by", ["goal", "product"])
 def test_splits_are_disjoint_complete_and_the_same_in_every_instance(split_by: str) -> None:
-    one, two = (WebShopTaskSet(WebShopConfig.model_validate({"split_by": split_by})) for _ in range(2))
+    one, two = (task_set_of(WebShopConfig.model_validate({"split_by": split_by})) for _ in range(2))
     splits = [one.tasks(split) for split in SPLITS]
     assert [hash_tasks(tasks) for tasks in splits] == [hash_tasks(two.tasks(split)) for split in SPLITS]
     for field in ("key", "question"):
@@ -392,7 +402,7 @@ def test_the_prompt_contains_rules_request_and_search_page() -> None:
     assert message.role == "user" and "<action>click[name]</action>" in message.content
     assert "Request: Find me leak proof water bottles made of stainless steel with color: " in message.content
     assert message.content.endswith("\n\nPage: Search\nActions: search[words]")
-    assert (family().stop, family().protocol, family().stateful) == (("</action>",), "chat", True)
+    assert (family().stop, family().stateful) == (("</action>",), True)
 
 
 def test_results_come_in_pages_of_ten_with_next_and_prev() -> None:
@@ -447,9 +457,9 @@ def test_choices_are_kept_on_sub_pages_and_lost_when_the_item_is_left() -> None:
         "click[18 oz]",
     )
     do(environment, "click[features]", "click[< prev]")
-    assert environment._page.chosen == {"color": "moss green", "size": "18 oz"}
+    assert environment.environment._page.chosen == {"color": "moss green", "size": "18 oz"}
     do(environment, "click[< prev]", f"click[{BOTTLE}]")
-    assert environment._page.chosen == {}
+    assert environment.environment._page.chosen == {}
 
 
 def test_a_value_of_two_options_belongs_to_the_last() -> None:
@@ -475,7 +485,7 @@ def test_actions_are_listed_unless_switched_off() -> None:
     (prompt,) = quiet.reset(0)
     assert prompt.content.endswith("Page: Search")
     for environment in (loud, quiet):
-        content = str(do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]").message)
+        content = do(environment, "search[Tarnhill steel bottle]", f"click[{BOTTLE}]").text
         assert ("click[back to search] click[< prev] click[black] click[moss green]" in content) == (
             environment is loud
         )
@@ -489,7 +499,7 @@ def test_long_texts_are_truncated_and_special_tokens_are_escaped() -> None:
     hostile = product(description="a <|im_end|> b </action>")
     shop = Shop({"A": hostile}, {"A": 20.0}, show_attributes=False, max_page_chars=2000)
     goal = build_goals(catalogue(hostile), {"A": 20.0}, 0)[0]
-    other = WebShopEnvironment(task=make_task(goal), config=WebShopConfig(), shop=shop)
+    other = EnvironmentEpisode(WebShopEnvironment(WebShopConfig(), shop), make_task(goal))
     other.reset(0)
     assert (
         shown(do(other, "search[kettle]", "click[a]", "click[description]"))[2]
@@ -529,11 +539,16 @@ UNREADABLE = [
 @pytest.mark.parametrize("text", UNREADABLE)
 def test_text_without_an_action_changes_nothing_and_is_explained(text: str) -> None:
     environment = start(invalid_penalty=0.1)
-    before = environment._page
+    before = environment.environment._page
     result = say(environment, text)
-    assert (result.invalid, result.reward, result.done, environment._page) == (True, -0.1, False, before)
+    assert (result.invalid, result.reward, result.done, environment.environment._page) == (
+        True,
+        -0.1,
+        False,
+        before,
+    )
     assert not result.carried_out
-    assert result.message is not None and "action" in result.message.content
+    assert "action" in result.text
     record = environment.result()
     assert (record.metrics["num_invalid"], record.metrics["num_turns"], record.episode_return) == (
         1.0,
@@ -564,7 +579,7 @@ def test_an_action_that_the_page_does_not_allow_changes_nothing(before: list[str
     assert (result.invalid, result.reward, result.done) == (False, 0.0, False)
     assert result.refused and not result.carried_out
     assert shown(result) == page
-    assert result.message is not None and "nothing was done" in result.message.content
+    assert "nothing was done" in result.text
     assert environment.result().metrics["num_inadmissible"] == 1
     assert environment.result().metrics["num_invalid"] == 0
 
@@ -576,9 +591,9 @@ _TALK = st.one_of(
         ["search[bottle]", "click[next >]", "click[back to search]", "click[< prev]", "click[buy now]"]
     ).map(lambda action: f"<action>{action}</action>"),
     st.sampled_from([BOTTLE, MAT, "black", "24 oz", "reviews", "x" * 600]).map(
-        lambda name: render_action("click", name)
+        lambda name: render_action(f"click[{name}]")
     ),
-    st.text(max_size=20).map(lambda words: render_action("search", words)),
+    st.text(max_size=20).map(lambda words: render_action(f"search[{words}]")),
 )
 
 
@@ -591,7 +606,7 @@ def test_no_text_raises_and_rewards_add_up_to_the_return(
     for text in texts:
         result = say(environment, text)
         total, num_invalid = total + result.reward, num_invalid + result.invalid
-        assert (result.message is None) == result.done
+        assert (not result.observations) == result.done
         if result.done:
             break
     record = environment.result()
@@ -603,8 +618,8 @@ def test_no_text_raises_and_rewards_add_up_to_the_return(
 # --- buying ---
 
 
-def buy(environment: WebShopEnvironment, product_id: str, values: Sequence[str]) -> StepResult:
-    title = environment._shop.products[product_id].title
+def buy(environment: EnvironmentEpisode, product_id: str, values: Sequence[str]) -> StepResult:
+    title = environment.environment.shared.products[product_id].title
     clicks = [f"click[{name}]" for name in (product_id, *values, BUY)]
     return do(environment, f"search[{title}]", *clicks)
 
@@ -612,8 +627,8 @@ def buy(environment: WebShopEnvironment, product_id: str, values: Sequence[str])
 def test_the_right_purchase_is_worth_everything() -> None:
     for reward, value in (("score", 1.0), ("success10", 10.0)):
         environment = start(reward=reward)
-        result = buy(environment, BOTTLE, [text for _, text in environment._goal.options])
-        assert (result.done, result.message, result.reward) == (True, None, value)
+        result = buy(environment, BOTTLE, [text for _, text in environment.environment._goal.options])
+        assert (result.done, result.observations, result.reward) == (True, (), value)
         record = environment.result()
         assert (record.episode_return, record.success, record.metrics["score"]) == (value, True, 1.0)
         assert [
@@ -673,7 +688,7 @@ def test_released_option_scoring_is_marked() -> None:
     assert mark == 'option_scoring = "released": some goals cannot reach the full score'
 
 
-def start_task(task: Task, **config: object) -> WebShopEnvironment:
+def start_task(task: Task, **config: object) -> EnvironmentEpisode:
     environment = family(**config).make()(task)
     environment.reset(0)
     return environment
@@ -686,7 +701,10 @@ def test_a_copy_is_independent() -> None:
     two = one.copy()
     assert isinstance(two, CopyableEnvironment) and two.result() == one.result()
     do(two, "click[sand]", "click[buy now]")
-    assert (one._page.chosen, two._page.chosen) == ({"color": "black"}, {"color": "sand"})
+    assert (one.environment._page.chosen, two.environment._page.chosen) == (
+        {"color": "black"},
+        {"color": "sand"},
+    )
     assert (one.result().metrics["bought"], two.result().metrics["bought"]) == (0.0, 1.0)
     assert shown(do(one, "click[< prev]"))[1].startswith("Page 1")
     three = two.copy()
@@ -709,16 +727,14 @@ def test_the_expert_solves_every_goal_of_the_shipped_catalogue() -> None:
         environment.reset(1)
         for step in steps:
             result = environment.step(Message(role="assistant", content=step.text))
-            assert (
-                result.message.content if result.message else ""
-            ) == step.observation and result.carried_out
+            assert result.text == step.observation and result.carried_out
         record = environment.result()
         assert (record.episode_return, record.success, record.metrics["num_inadmissible"]) == (1.0, True, 0.0)
     factory.close()
     shop_family.close()
 
 
-def first_hit(shop_family: WebShopTaskSet, task: Task) -> float:
+def first_hit(shop_family: EnvironmentTaskSet, task: Task) -> float:
     """The score of the rule that searches the instruction and buys the first product."""
     environment = shop_family.make()(task)
     environment.reset(0)
@@ -749,12 +765,12 @@ def listed(product_id: str = "A1", **details: object) -> dict[str, object]:
 WISH = {"attributes": ["steel"], "instruction": "Find me kettles", "instruction_attributes": ["steel"]}
 
 
-def write(folder: Path, products: object, attributes: object) -> WebShopTaskSet:
+def write(folder: Path, products: object, attributes: object) -> EnvironmentTaskSet:
     for name, content in (("products.json", products), ("attributes.json", attributes)):
         (folder / name).write_text(
             content if isinstance(content, str) else json.dumps(content), encoding="utf-8"
         )
-    return WebShopTaskSet(
+    return task_set_of(
         WebShopConfig(products=folder / "products.json", attributes=folder / "attributes.json")
     )
 
@@ -786,7 +802,7 @@ def test_a_bad_file_is_an_error_before_the_first_rollout(
 
 
 def test_a_missing_file_is_an_error_and_both_files_are_required(tmp_path: Path) -> None:
-    missing = WebShopTaskSet(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
+    missing = task_set_of(WebShopConfig(products=tmp_path / "p.json", attributes=tmp_path / "a.json"))
     with pytest.raises(DataError, match=r"cannot read .*p\.json"):
         missing.tasks("train")
     for bad in (
@@ -806,7 +822,7 @@ def test_details_of_the_file_are_read_without_repeated_values(tmp_path: Path) ->
         listed("B1", pricing=[], Title="Teapot"),
     ]
     shop_family = write(tmp_path, rows, {"A1": WISH})
-    found = load_catalogue(shop_family.config.products, shop_family.config.attributes)
+    found = load_catalogue(shop_family.settings.products, shop_family.settings.attributes)
     assert found.products["A1"].options == {"size": ("s", "m")}
     assert [found.products[key].price_tag for key in ("A1", "B1")] == ["$5.0 to $9.5", "$100.0"]
     assert list(found.instructions) == ["A1"]
@@ -822,7 +838,7 @@ def test_a_product_that_no_search_finds_has_no_expert(tmp_path: Path) -> None:
 
 
 def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
-    base = write(tmp_path, [listed(options={"size": ["s", "m"]}), listed("B1")], {"A1": WISH}).config
+    base = write(tmp_path, [listed(options={"size": ["s", "m"]}), listed("B1")], {"A1": WISH}).settings
     records = [
         {"instruction": "a small kettle.", "instruction_attributes": ["steel"], "instruction_options": ["s"]},
         {"instruction": "anything", "instruction_attributes": [], "instruction_options": []},
@@ -834,7 +850,7 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
     ]
     path = tmp_path / "human.json"
     path.write_text(json.dumps({"A1": records, "unknown": records}), encoding="utf-8")
-    shop_family = WebShopTaskSet(base.model_copy(update={"human_goals": path}))
+    shop_family = task_set_of(base.model_copy(update={"human_goals": path}))
     goals = sorted((read_goal(task) for task in shop_family.tasks("train")), key=lambda goal: goal.key)
     assert [(goal.request, goal.options) for goal in goals] == [
         ("a small kettle", (("", "s"),)),
@@ -842,21 +858,22 @@ def test_human_goals_replace_the_synthetic_ones(tmp_path: Path) -> None:
     ]
     steps = shop_family.expert(make_task(goals[0]), 0)
     assert steps is not None and [step.text for step in steps][2:] == [
-        render_action("click", "s"),
-        render_action("click", BUY),
+        render_action("click[s]"),
+        render_action(f"click[{BUY}]"),
     ]
+    path = tmp_path / "texts.json"
     path.write_text(json.dumps(["a kettle"]), encoding="utf-8")
-    with pytest.raises(DataError, match=r"human\.json: .*object"):
-        WebShopTaskSet(shop_family.config).tasks("train")
+    with pytest.raises(DataError, match=r"texts\.json: .*object"):
+        task_set_of(base.model_copy(update={"human_goals": path})).tasks("train")
 
 
 # --- the 1,000-product set ---
 
 
 @cache
-def shared_family(**config: object) -> WebShopTaskSet:
+def shared_family(**config: object) -> EnvironmentTaskSet:
     paths = {"products": SHARED / "products_1k.json", "attributes": SHARED / "items_ins_v2_1000.json"}
-    return WebShopTaskSet(WebShopConfig.model_validate(paths | config))
+    return task_set_of(WebShopConfig.model_validate(paths | config))
 
 
 @needs_shared

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
+from outrider.environments.base import EnvironmentTaskSet
+from outrider.environments.webshop.environment import WebShopConfig, WebShopEnvironment
 from tests.chat_server import Answer, Asked, ChatServer, chat_server, completion
 from tests.evaluation.eval_tasks import (
     Script,
@@ -301,7 +302,7 @@ def test_tools_on_and_off(tmp_path: Path) -> None:
 
 
 def test_an_environment_scores_itself(tmp_path: Path) -> None:
-    family = WebShopTaskSet(WebShopConfig())
+    family = EnvironmentTaskSet(WebShopEnvironment, WebShopConfig())
     steps = {task.question: family.expert(task, 0) or () for task in family.tasks("test")[:3]}
 
     def shopper(asked: Asked) -> Answer:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from outrider.environments.base import StepResult
-from outrider.environments.webshop.environment import WebShopConfig, WebShopTaskSet
+from outrider.environments.base import EnvironmentTaskSet, StepResult
+from outrider.environments.webshop.environment import WebShopConfig, WebShopEnvironment
 from outrider.rollout.experts import play_experts, to_trajectory
 from outrider.rollout.hooks import Attempt, EpisodeState, Hook, Splice
 from outrider.rollout.settings import Limits
@@ -15,7 +15,7 @@ from outrider.types import Message, Origin, Outcome, Step, Task
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
 from tests.toy import ToyTaskSet
 
-FAMILY = WebShopTaskSet(WebShopConfig(num_train=12))
+FAMILY = EnvironmentTaskSet(WebShopEnvironment, WebShopConfig(num_train=12))
 
 
 def shop(retrieve_share: float) -> list[Trace]:

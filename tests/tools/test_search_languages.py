@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.tools.browser.pages import BrowserSettings, Page, PageCollection
-from outrider.tools.browser.tool import NO_MATCH, Bm25Reader, Browser, make_reader, split_passages
+from outrider.tools.browser.tool import NO_MATCH, Browser, make_reader, read_passages, split_passages
 from outrider.tools.search import Passage, SearchConfig, SearchTool, load_passages, query_terms, terms
 
 TEXTS = {
@@ -75,7 +75,7 @@ def test_the_passage_with_the_words_is_read_from_a_long_page(language: str) -> N
              "km": "រឿង។"}[language]  # fmt: skip
     page = Page(address="u", title="", text=other * 200 + TEXTS[language] + other * 200)
     word = {"zh": "共和国", "ja": "日本", "th": "ประเทศไทย", "km": "កម្ពុ"}[language]
-    read = Bm25Reader(100, 600).read(page, word)
+    read = read_passages(page, word, 100, 600)
     assert word in read and NO_MATCH not in read
 
 

@@ -46,7 +46,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
         "factbook": "outrider.environments.factbook.environment:FactbookEnvironment",
         "tools": "outrider.environments.tool_qa.environment:ToolEnvironment",
         "scienceworld": "outrider.environments.scienceworld.environment:ScienceWorldEnvironment",
-        "webshop": "outrider.environments.webshop.environment:WebShopTaskSet",
+        "webshop": "outrider.environments.webshop.environment:WebShopEnvironment",
         "textworld": "outrider.environments.textworld.environment:TextWorldEnvironment",
         "house": "outrider.environments.house:HouseEnvironment",
         "alfworld": "outrider.environments.alfworld.environment:AlfworldEnvironment",
@@ -58,7 +58,7 @@ BUILT_IN: Final[Mapping[Kind, Mapping[str, str]]] = {
     },
     "tools": {
         "search": "outrider.tools.search:SearchTool",
-        "python": "outrider.tools.python.tool:PythonAdapter",
+        "python": "outrider.tools.python.tool:PythonTool",
         "http-search": "outrider.tools.http_search:HttpSearch",
         "browser": "outrider.tools.browser.tool:Browser",
         "mcp": "outrider.tools.mcp.tool:McpServer",

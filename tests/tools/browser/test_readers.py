@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.errors import ToolFault, ToolUnavailable
 from outrider.testing import check_tool
 from outrider.tools.browser.pages import Page
-from outrider.tools.browser.tool import NO_MATCH, NOTHING_READ, Bm25Reader, split_passages
+from outrider.tools.browser.tool import NO_MATCH, NOTHING_READ, read_passages, split_passages
 from tests.chat_server import Answer, Asked, chat_server, completion
 from tests.tools.browser.pages import browser
 
@@ -31,7 +31,7 @@ def test_passages_contain_every_word_in_order_within_the_limit(text: str, size: 
 
 @given(st.text(alphabet="ab. \n", max_size=400), st.text(max_size=9), st.integers(40, 200))
 def test_the_answer_is_never_longer_than_the_limit(text: str, question: str, most: int) -> None:
-    assert len(Bm25Reader(50, most).read(page(text or "."), question)) <= most
+    assert len(read_passages(page(text or "."), question, 50, most)) <= most
 
 
 def test_passages_end_with_sentences_or_with_words() -> None:
@@ -41,7 +41,7 @@ def test_passages_end_with_sentences_or_with_words() -> None:
 
 def test_the_best_passages_are_in_the_order_of_the_page() -> None:
     text = "\n".join(["Red sea."] + [f"Word{i} stands here alone." for i in range(9)] + ["Red red sea sea."])
-    assert Bm25Reader(40, 60).read(page(text), "red sea").split("\n") == [
+    assert read_passages(page(text), "red sea", 40, 60).split("\n") == [
         "Red sea. Word0 stands here alone.", "...", "Red red sea sea.",
     ]  # fmt: skip
 
@@ -50,14 +50,14 @@ def test_the_best_passages_are_in_the_order_of_the_page() -> None:
 def test_a_hit_is_returned_at_any_limit(most: int) -> None:
     """The marks of omitted text must leave room for it."""
     text = "Nothing is here. " * 20 + "The whale is blue and as long as the text lets it be. " + "No. " * 50
-    shown = Bm25Reader(most, most).read(page(text), "whale")
+    shown = read_passages(page(text), "whale", most, most)
     assert "whale" in shown and NO_MATCH not in shown and len(shown) <= most
 
 
 def test_without_a_hit_the_beginning_is_returned_with_a_note() -> None:
-    shown = Bm25Reader(40, 70).read(page("Blue is the sea. " * 9), "whale")
+    shown = read_passages(page("Blue is the sea. " * 9), "whale", 40, 70)
     assert shown.startswith(f"{NO_MATCH}\nBlue") and len(shown) == 70
-    assert Bm25Reader(40, 70).read(page("?!"), "whale") == "?!"
+    assert read_passages(page("?!"), "whale", 40, 70) == "?!"
 
 
 def replies_in_order(*replies: Answer) -> Callable[[Asked], Answer]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outrider.environments.agent.launcher import FunctionRole, load_function
-from outrider.environments.agent.programs import AgentPrograms, ProgramRunner, Report
+from outrider.environments.agent.programs import ProgramRunner, Report, run_agent
 from outrider.environments.agent.requests import IGNORABLE, RequestError, read_json, read_request
 from outrider.environments.agent.responses import Answer, call_problems, read_answer, with_call_ids
 from outrider.environments.agent.session import (
@@ -504,7 +504,7 @@ class AgentTaskSet:
         config = self.config
         return ProgramFactory(
             config,
-            lambda: AgentPrograms(function=config.function, command=config.command, reward=config.reward),
+            lambda: run_agent(function=config.function, command=config.command, reward=config.reward),
         )
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -207,23 +206,36 @@ class WorkerProcess:
             on_end(Report(status=-9, result=json.dumps({"fault": self._exit_message()}), tail=""))
 
 
-class ProgramRunner(ABC):
+class ProgramRunner:
     """Runs episodes of programs in a worker process, which is replaced if it is gone. Thread-safe."""
 
-    def __init__(self, launch: Callable[[], WorkerProcess]) -> None:
-        """Start the process. Raises ToolUnavailable."""
-        self._launch = launch
+    def __init__(
+        self,
+        launch: Callable[[], WorkerProcess],
+        make_request: Callable[[Task, Mapping[str, str]], Mapping[str, Any]],
+    ) -> None:
+        """Start the process. ``make_request`` has the arguments of :meth:`start`. Raises ToolUnavailable."""
+        self._launch, self._make_request = launch, make_request
         self._lock = threading.Lock()
         self._num_processes = 1
         self._is_closed = False
         self._process = launch()
 
-    @abstractmethod
     def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
         """Start a program and return the episode's number, as :meth:`WorkerProcess.begin` does.
 
         ``environment`` contains the URL and the key of the policy, in OpenAI's variables.
         """
+        with self._lock:
+            if not (self._process.is_alive or self._is_closed or self._num_processes == _MAX_PROCESSES):
+                self._process.close()
+                self._num_processes += 1
+                try:
+                    self._process = self._launch()
+                except ToolUnavailable as error:
+                    raise EnvironmentFault(str(error)) from error
+            process = self._process
+        return process.begin(self._make_request(task, environment), on_end)
 
     @property
     def pid(self) -> int:
@@ -240,17 +252,6 @@ class ProgramRunner(ABC):
             self._is_closed = True
             self._process.close()
 
-    def _live_process(self) -> WorkerProcess:
-        with self._lock:
-            if not (self._process.is_alive or self._is_closed or self._num_processes == _MAX_PROCESSES):
-                self._process.close()
-                self._num_processes += 1
-                try:
-                    self._process = self._launch()
-                except ToolUnavailable as error:
-                    raise EnvironmentFault(str(error)) from error
-            return self._process
-
 
 _START_S: Final = 120.0  # a cold disk and a large framework
 _BOOT: Final = """
@@ -263,29 +264,26 @@ os._exit(0)  # without waiting for threads that the agent has started
 _HIDDEN: Final = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 
 
-class AgentPrograms(ProgramRunner):
-    """Runs an agent in children of a launcher (:mod:`outrider.environments.agent.launcher`)."""
+def run_agent(*, function: str | None, command: Sequence[str], reward: str | None) -> ProgramRunner:
+    """Run an agent in children of a launcher (:mod:`outrider.environments.agent.launcher`), which imports the
+    agent. Raises ToolUnavailable.
+    """
+    settings = {"function": function, "command": list(command), "reward": reward}
 
-    def __init__(self, *, function: str | None, command: Sequence[str], reward: str | None) -> None:
-        """Start the launcher, which imports the agent. Raises ToolUnavailable."""
-        settings = {"function": function, "command": list(command), "reward": reward}
+    def launch() -> WorkerProcess:
+        path = [entry or os.getcwd() for entry in sys.path]
+        path += [folder for folder in recipe_folders() if folder not in path]
+        environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+        return WorkerProcess(
+            [sys.executable, "-c", _BOOT, json.dumps(settings), json.dumps(path)],
+            environment | ONE_THREAD,
+            description="the agent program",
+            start_s=_START_S,
+        )
 
-        def launch() -> WorkerProcess:
-            path = [entry or os.getcwd() for entry in sys.path]
-            path += [folder for folder in recipe_folders() if folder not in path]
-            environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
-            return WorkerProcess(
-                [sys.executable, "-c", _BOOT, json.dumps(settings), json.dumps(path)],
-                environment | ONE_THREAD,
-                description="the agent program",
-                start_s=_START_S,
-            )
-
-        super().__init__(launch)
-
-    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        request = {"task": asdict(task), "environment": dict(environment)}
-        return self._live_process().begin(request, on_end)
+    return ProgramRunner(
+        launch, lambda task, environment: {"task": asdict(task), "environment": dict(environment)}
+    )
 
 
 def recipe_folders() -> list[str]:

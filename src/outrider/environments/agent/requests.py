@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from outrider.environments.conversations import Conversation
@@ -407,10 +408,8 @@ def _read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
 
 def _content_text(content: Any) -> str:
     """The text of a message, given whole or in parts."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise RequestError("a message's content must be text or a list of parts", param="content")
     return "".join(_part_text(_object(part, "a part of a message", param="content")) for part in content)
@@ -545,15 +544,13 @@ class _TurnBuilder:
 
 def _reasoning_text(item: dict[str, Any]) -> str:
     """The reasoning of an item, or its summary if there is nothing else."""
+    texts: list[list[str]] = []
     for name in ("content", "summary"):
-        if not isinstance(item.get(name) or [], list):
+        if not isinstance(parts := item.get(name) or [], list):
             raise RequestError(f"the {name} of a reasoning item must be a list")
-    parts = {
-        name: [_object(part, "a part of a reasoning item").get("text") for part in item.get(name) or []]
-        for name in ("content", "summary")
-    }
-    texts = [text for text in parts["content"] if isinstance(text, str) and text]
-    return "\n".join(texts or [text for text in parts["summary"] if isinstance(text, str) and text])
+        found = [_object(part, "a part of a reasoning item").get("text") for part in parts]
+        texts.append([text for text in found if isinstance(text, str) and text])
+    return "\n".join(texts[0] or texts[1])
 
 
 # What happens to every field of a request. Fields that are in no row are ignored and counted.
@@ -588,33 +585,25 @@ class RequestField:
         )
 
 
-def _done(*names: str, only: RequestPath | None = None, reason: str = "") -> list[RequestField]:
+def _fields(
+    use: FieldUse, reason: str, *, is_ignorable: bool = False, **defaults: tuple[Any, ...]
+) -> list[RequestField]:
     return [
-        RequestField(
-            name=name,
-            use="done",
-            only=only,
-            defaults=(1,) if name == "n" else ([], {}, "", False),
-            reason=reason,
-        )
+        RequestField(name=name, use=use, defaults=values, reason=reason, is_ignorable=is_ignorable)
+        for name, values in defaults.items()
+    ]
+
+
+def _done(*names: str, only: RequestPath | None = None, reason: str = "") -> list[RequestField]:
+    empty: tuple[Any, ...] = ([], {}, "", False)
+    return [
+        RequestField(name=name, use="done", only=only, reason=reason, defaults=(1,) if name == "n" else empty)
         for name in names
     ]
 
 
-def _ignored(reason: str, **defaults: tuple[Any, ...]) -> list[RequestField]:
-    return [
-        RequestField(name=name, use="ignored", defaults=values, reason=reason)
-        for name, values in defaults.items()
-    ]
-
-
-def _refused(reason: str, *, is_ignorable: bool = True, **defaults: tuple[Any, ...]) -> list[RequestField]:
-    return [
-        RequestField(name=name, use="refused", defaults=values, reason=reason, is_ignorable=is_ignorable)
-        for name, values in defaults.items()
-    ]
-
-
+_ignored: Final = partial(_fields, "ignored")
+_refused: Final = partial(_fields, "refused", is_ignorable=True)
 _SAMPLING: Final = "the run's settings determine sampling (algorithm and evaluation)"
 _HINT: Final = "a hint to OpenAI's models without effect on a policy"
 _FREE: Final = "the policy's output is not constrained"

@@ -65,7 +65,8 @@ class _Parts:
     word: str = ","
 
 
-def _is_same(left: str, right: str) -> bool:
+def is_same_value(left: str, right: str) -> bool:
+    """Whether two answers are equal in all their parts; symmetric."""
     left, right = _bare(left), _bare(right)
     if _packed(left) == _packed(right) and not re.search(r"\d\s+\d", left + right):
         return True
@@ -81,7 +82,7 @@ def _is_same_parts(left: _Parts, right: _Parts) -> bool:
     if (left.kind == "list") != (right.kind == "list"):
         bare, other = (left, right) if left.kind == "list" else (right, left)
         if (condition := _as_condition(bare)) is not None:
-            return _is_same(condition, _written(other))
+            return is_same_value(condition, _written(other))
     if left.kind == "one" or right.kind == "one":
         single, other = (left, right) if left.kind == "one" else (right, left)
         return _is_same_mixed(single.members[0], other)
@@ -117,14 +118,14 @@ def _is_same_members(left: Sequence[str], right: Sequence[str], *, is_ordered: b
         return False
     if is_ordered or any(_is_dots(member) for member in (*left, *right)):
         return all(
-            _is_dots(item) == _is_dots(other) and (_is_dots(item) or _is_same(item, other))
+            _is_dots(item) == _is_dots(other) and (_is_dots(item) or is_same_value(item, other))
             for item, other in zip(left, right, strict=True)
         )
     rest = list(right)
     for item in left:  # the same text first, which is cheap
         match = next((other for other in rest if _packed(other) == _packed(item)), None)
         if match is None:
-            match = next((other for other in rest if _is_same(item, other)), None)
+            match = next((other for other in rest if is_same_value(item, other)), None)
         if match is None:
             return False
         rest.remove(match)
@@ -136,10 +137,10 @@ def _is_same_mixed(single: str, other: _Parts) -> bool:
     member equals that member.
     """
     if len(other.members) == 1 and other.brackets in (("", ""), (r"\{", r"\}"), ("[", "]"), ("(", ")")):
-        return other.brackets[0] != "[" and _is_same(single, other.members[0])
+        return other.brackets[0] != "[" and is_same_value(single, other.members[0])
     name, _, value = _assigned(single)
     if name and _readings(_bare(value))[0].kind != "one":
-        return _is_same(value, _written(other))
+        return is_same_value(value, _written(other))
     is_condition = bool(re.search(r"[<>]|\\(?:le|ge|ne|cup|cap|setminus|mathbb|infty)(?![a-z])", single))
     return is_condition and other.kind == "bracketed" and _is_same_expression(single, _written(other))
 
@@ -152,11 +153,9 @@ def _is_same_single(left: str, right: str) -> bool:
     if any(is_percentage):
         if its_unit or unit:
             return False
-        if all(is_percentage):
-            return _is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
-        if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
-            amounts = [text.removesuffix(r"\%") for text in (left, right)]
-            return _is_same(*amounts) or _is_same_expression(left, right)
+        amounts = [text.removesuffix(r"\%") for text in (left, right)]
+        # "12 percent" may be written as 12 or as 0.12
+        return is_same_value(*amounts) or (not all(is_percentage) and _is_same_expression(left, right))
     for split in (
         _compare_unions,
         _compare_matrices,
@@ -181,7 +180,7 @@ def _is_same_single(left: str, right: str) -> bool:
 
 
 def _compare_unions(left: str, right: str) -> bool | None:
-    parts = [_split_command(text, r"\cup") for text in (left, right)]
+    parts = [split_top(re.sub(r"\\cup(?![A-Za-z])", "\x00", text), "\x00") for text in (left, right)]
     if all(len(part) > 1 for part in parts):
         return _is_same_members(*parts, is_ordered=False) or _is_same_expression(left, right)
     return None
@@ -251,7 +250,7 @@ def _compare_relations(left: str, right: str) -> bool | None:
     relations = [_assigned(text) for text in (left, right)]
     if relations[0][0] and relations[1][0]:
         if relations[0][0] == relations[1][0] and relations[0][1] == relations[1][1]:
-            return _is_same(relations[0][2], relations[1][2]) or None
+            return is_same_value(relations[0][2], relations[1][2]) or None
         return None
     if relations[0][0] or relations[1][0]:
         index = 0 if relations[0][0] else 1
@@ -259,7 +258,7 @@ def _compare_relations(left: str, right: str) -> bool | None:
         if not _RELATION.search(other) or (
             relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
         ):
-            return _is_same(relations[index][2], other)
+            return is_same_value(relations[index][2], other)
     return None
 
 
@@ -386,10 +385,6 @@ def _signed(text: str) -> list[str]:
     return [re.sub(r"(\A|[=(\[{,])\s*\+", r"\1", value) for value in signed]
 
 
-def _split_command(text: str, command: str) -> list[str]:
-    return split_top(re.sub(re.escape(command) + r"(?![A-Za-z])", "\x00", text), "\x00")
-
-
 def _assigned(text: str) -> tuple[str, str, str]:
     r"""Name, sign and value of ``x = 5``, ``x \in [0, 1]`` or a chain of equations; else empty texts."""
     parts = split_top(re.sub(r"\\in(?![A-Za-z])", "\x00", text), "=\x00")
@@ -462,12 +457,6 @@ _UNREADABLE: Final = re.compile(
     r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
 )
 _CLOSE: Final = 1e-6
-_MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
-
-
-def is_same_value(left: str, right: str) -> bool:
-    """Whether two answers are equal in all their parts; symmetric."""
-    return _is_same(left, right)
 
 
 def _is_same_expression(left: str, right: str) -> bool:
@@ -524,9 +513,9 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
 def _ordered(text: str) -> str:
     """A chain of inequalities with the smallest part first."""
     parts = re.split(r"(<|>|\\le(?![a-z])|\\ge(?![a-z]))", text)
-    if len(parts) < 5 or not all(sign in _MIRRORED_RELATIONS for sign in parts[1::2]):
+    if len(parts) < 5 or not all(sign in (">", r"\ge") for sign in parts[1::2]):
         return text
-    return " ".join(_MIRRORED_RELATIONS.get(part, part) for part in reversed(parts))
+    return " ".join(_MIRRORED.get(part, part) for part in reversed(parts))
 
 
 def _is_verified(gold: Any, answer: Any) -> bool:

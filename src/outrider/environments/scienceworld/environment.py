@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from outrider.environments.base import Environment, EpisodeResult, StepResult, known_split
 from outrider.environments.parse_rules import NUM_NUMBERED, parse
 from outrider.environments.scienceworld import tasks as texts
-from outrider.environments.scienceworld.simulator import JavaSimulator, Launch, SimulatorPool
+from outrider.environments.scienceworld.simulator import JavaSimulator, SimulatorPool
 from outrider.environments.text_games import (
     MAX_ACTION_CHARACTERS,
     STOP,
@@ -178,7 +178,7 @@ class ScienceWorldEnvironment(Environment):
     @classmethod
     def start_simulator(cls, settings: ScienceWorldConfig) -> Any:
         """Start a simulator; tests replace it."""
-        return JavaSimulator(find_launch(settings))
+        return JavaSimulator(*find_simulator(), settings)
 
     @classmethod
     def tasks(cls, settings: ScienceWorldConfig, split: str) -> Sequence[Task]:
@@ -413,8 +413,8 @@ def identity(task: Task) -> tuple[str, int]:
     return name, variation
 
 
-def find_launch(config: ScienceWorldConfig) -> Launch:
-    """Find Java and the simulator. Raises ToolUnavailable if something is missing."""
+def find_simulator() -> tuple[str, str]:
+    """Find Java, and the class path of the simulator. Raises ToolUnavailable if something is missing."""
     java = shutil.which("java")
     if java is None:
         raise ToolUnavailable("ScienceWorld needs Java: no 'java' on PATH")
@@ -430,12 +430,4 @@ def find_launch(config: ScienceWorldConfig) -> Launch:
 
     # Py4J's own jar goes first: the copy inside the simulator's jar is older and does not support the secret.
     jars = (str(find_jar_path()), str(Path(package.origin).parent / "scienceworld.jar"))
-    return Launch(
-        java=java,
-        class_path=os.pathsep.join(str(Path(jar).resolve()) for jar in jars),
-        heap=config.heap,
-        deterministic=config.deterministic,
-        start_limit_s=config.start_limit_s,
-        load_limit_s=config.load_limit_s,
-        step_limit_s=config.step_limit_s,
-    )
+    return java, os.pathsep.join(str(Path(jar).resolve()) for jar in jars)

@@ -25,30 +25,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from outrider.environments.process_supervisor import drain_output
 from outrider.errors import EnvironmentFault
 from outrider.files import FileLock
+
+if TYPE_CHECKING:
+    from outrider.environments.scienceworld.environment import ScienceWorldConfig
 
 _PREFIX: Final = "scienceworld-"  # of temporary folders
 _LOCK: Final = ".owner"
 _FIXED_ORDER: Final = ("-XX:+UnlockExperimentalVMOptions", "-XX:hashCode=2")
 _ESCAPES: Final = {"n": "\n", "r": "\r", "\\": "\\"}
 _ESCAPED: Final = re.compile(r"\\([nr\\])")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How to start a simulator process."""
-
-    java: str
-    class_path: str
-    heap: str = "512m"
-    deterministic: bool = True
-    start_limit_s: float = 60.0
-    load_limit_s: float = 120.0
-    step_limit_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,27 +71,24 @@ class JavaSimulator:
     standard output.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, java: str, class_path: str, settings: "ScienceWorldConfig") -> None:
         """Start the process (0.8 to 2.1 s). Raises EnvironmentFault with Java's last output if it fails."""
-        self._launch = launch
+        self._settings = settings
         self._lock = threading.Lock()
         # The simulator writes a list of object types into its working directory.
         self._directory = SimulatorFolder()
-        self._process = _spawn(launch, self._directory.name)
+        self._process = _spawn(java, class_path, settings, self._directory.name)
         self._last_lines: deque[bytes] = deque(maxlen=20)
         self._errors = drain_output(self._process.stderr, self._last_lines)
         self._connection: socket.socket | None = None
         self._pending = b""
         try:
             self.port, token = self._handshake()
-            self._connection = socket.create_connection(
-                ("127.0.0.1", self.port), timeout=launch.start_limit_s
-            )
+            limit = settings.start_limit_s
+            self._connection = socket.create_connection(("127.0.0.1", self.port), timeout=limit)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._request(f"A\n{token}\n", launch.start_limit_s)
-            self._server = self._request(
-                "i\nscienceworld.runtime.pythonapi.PythonInterface\ne\n", launch.start_limit_s
-            )
+            self._request(f"A\n{token}\n", limit)
+            self._server = self._request("i\nscienceworld.runtime.pythonapi.PythonInterface\ne\n", limit)
         except (OSError, ValueError) as error:
             raise self._fault(f"did not start: {error}") from error
 
@@ -111,7 +98,7 @@ class JavaSimulator:
         return self._process.pid
 
     def load(self, *, task_name: str, variation: int, simplification: str) -> Opening:
-        """Start an episode. If the launch is deterministic, equal arguments give an equal episode."""
+        """Start an episode. In deterministic mode, equal arguments give an equal episode."""
         self._load(task_name, variation, simplification, with_gold=False)
         return Opening(
             task_text=self._call("getTaskDescription"),
@@ -164,7 +151,7 @@ class JavaSimulator:
         self._directory.cleanup()
 
     def _load(self, task_name: str, variation: int, simplification: str, *, with_gold: bool) -> None:
-        limit = self._launch.load_limit_s
+        limit = self._settings.load_limit_s
         answer = self._call("load", task_name, variation, simplification, with_gold, limit_s=limit)
         if answer:
             raise self._fault(f"cannot load {task_name} variation {variation}: {answer}")
@@ -173,7 +160,7 @@ class JavaSimulator:
         """Read a Java list of texts and release it; it would stay in the heap until the process ends."""
         num_entries = int(self._call("size", target=reference))
         entries = tuple(self._call("get", index, target=reference) for index in range(num_entries))
-        self._request(f"m\nd\n{reference}\ne\n", self._launch.step_limit_s)
+        self._request(f"m\nd\n{reference}\ne\n", self._settings.step_limit_s)
         return entries
 
     def _call(
@@ -185,7 +172,7 @@ class JavaSimulator:
     ) -> str:
         encoded = "".join(_encode(argument) + "\n" for argument in arguments)
         return self._request(
-            f"c\n{target or self._server}\n{method}\n{encoded}e\n", limit_s or self._launch.step_limit_s
+            f"c\n{target or self._server}\n{method}\n{encoded}e\n", limit_s or self._settings.step_limit_s
         )
 
     def _request(self, command: str, limit_s: float) -> str:
@@ -219,7 +206,7 @@ class JavaSimulator:
         output = self._process.stdout
         if output is None:
             raise ValueError("no output pipe")
-        watchdog = threading.Timer(self._launch.start_limit_s, self._process.kill)
+        watchdog = threading.Timer(self._settings.start_limit_s, self._process.kill)
         watchdog.start()
         try:
             port, token = int(output.readline()), output.readline().decode("ascii").strip()
@@ -238,11 +225,13 @@ class JavaSimulator:
         )
 
 
-def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
+def _spawn(
+    java: str, class_path: str, settings: "ScienceWorldConfig", directory: str
+) -> subprocess.Popen[bytes]:
     """Start Java on a free loopback port with a secret; it exits when its standard input is closed."""
-    options = _FIXED_ORDER if launch.deterministic else ()
+    options = _FIXED_ORDER if settings.deterministic else ()
     command: Sequence[str] = (
-        launch.java, f"-Xmx{launch.heap}", *options, "-classpath", launch.class_path,
+        java, f"-Xmx{settings.heap}", *options, "-classpath", class_path,
         "py4j.GatewayServer", "--die-on-broken-pipe", "--enable-auth", "0",
     )  # fmt: skip
     try:
@@ -257,7 +246,7 @@ def _spawn(launch: Launch, directory: str) -> subprocess.Popen[bytes]:
             start_new_session=True,
         )
     except OSError as error:
-        raise EnvironmentFault(f"cannot start {launch.java}: {error}") from error
+        raise EnvironmentFault(f"cannot start {java}: {error}") from error
 
 
 def _encode(argument: str | int | bool) -> str:

@@ -138,7 +138,7 @@ class GameShelf:
     """
 
     root: Path
-    game: QuestGame | CoinCollector | TreasureHunter | Cooking
+    game: GameSettings
     game_seed: int
     num_makers: int = 2
     make_limit_s: float = 120.0
@@ -179,13 +179,7 @@ class GameShelf:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder, prefix=".work-", ignore_cleanup_errors=True) as work:
-                order = _Order(
-                    root=self.root,
-                    game=self.game,
-                    game_seed=self.game_seed,
-                    keys=tuple(keys),
-                    work=Path(work).absolute(),
-                )
+                order = _Order(shelf=self, keys=tuple(keys), work=Path(work).absolute())
                 finished = _run_child(order, limit_s=_LEAD_S + self.make_limit_s * len(keys))
         except OSError as error:
             raise EnvironmentFault(f"cannot make TextWorld games in {folder}: {error}") from error
@@ -199,9 +193,7 @@ class GameShelf:
 class _Order(Settings):
     """The child's standard input."""
 
-    root: Path
-    game: GameSettings
-    game_seed: int
+    shelf: GameShelf
     keys: tuple[tuple[Split, int], ...]
     work: Path
 
@@ -223,14 +215,14 @@ def main() -> int:
     """Main function of the child. Each game is moved to its final location when it is complete."""
     parent = os.getppid()
     order = _Order.model_validate_json(sys.stdin.read())
-    shelf = GameShelf(root=order.root, game=order.game, game_seed=order.game_seed)
+    shelf = order.shelf
     for split, index in order.keys:
         if os.getppid() != parent:  # the parent was killed
             return 1
         target = shelf.story(split, index).parent
         folder = order.work / target.name
         try:
-            _make_game(order, split, index, folder)
+            _make_game(shelf, split, index, folder)
         except ConfigError as error:
             print(error, file=sys.stderr)
             return _IMPOSSIBLE
@@ -242,19 +234,18 @@ def main() -> int:
     return 0
 
 
-def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
+def _make_game(shelf: GameShelf, split: Split, index: int, folder: Path) -> None:
     """Draw games until the walkthrough of one wins it. The draws depend on the seeds only."""
     from textworld.generator import compile_inform7_game, generate_inform7_source
 
     problem = ""
     for attempt in range(MAX_ATTEMPTS):
         try:
-            game = _draw(order.game, split, draw_seeds(order.game_seed, split, index, attempt))
+            game = _draw(shelf.game, split, draw_seeds(shelf.game_seed, split, index, attempt))
             source = generate_inform7_source(game)
         except OSError:
             raise
-        # For example, no quest of this length or no name left; the next draw may succeed.
-        except Exception as error:
+        except Exception as error:  # for example, no quest of this length; the next draw may succeed
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
             continue
         folder.mkdir(exist_ok=True)
@@ -273,7 +264,7 @@ def _make_game(order: _Order, split: Split, index: int, folder: Path) -> None:
         if any(reply.won and reply.score == started.max_score for reply in replies):
             return
         problem = "its walkthrough does not win it"
-    raise ConfigError(f"no TextWorld game with {order.game!r} in {MAX_ATTEMPTS} draws; the last: {problem}")
+    raise ConfigError(f"no TextWorld game with {shelf.game!r} in {MAX_ATTEMPTS} draws; the last: {problem}")
 
 
 def draw_seeds(game_seed: int, split: Split, index: int, attempt: int) -> dict[str, int]:
@@ -282,9 +273,7 @@ def draw_seeds(game_seed: int, split: Split, index: int, attempt: int) -> dict[s
     return dict(zip(("map", "objects", "quest", "grammar"), map(int, draws), strict=True))
 
 
-def _draw(
-    settings: QuestGame | CoinCollector | TreasureHunter | Cooking, split: Split, seeds: dict[str, int]
-) -> Any:
+def _draw(settings: GameSettings, split: Split, seeds: dict[str, int]) -> Any:
     from textworld import GameOptions
     from textworld.challenges import CHALLENGES
     from textworld.generator import make_game

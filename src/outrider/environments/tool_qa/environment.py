@@ -394,11 +394,11 @@ class ToolResources:
                 problem := describe_unwritable(settings.call_format, self.tools.schemas)
             ):
                 raise ConfigError(f"environment.protocol: {problem}")
-            judge = make_reward_judge(settings.reward.judge)
+            judge = settings.reward.judge
+            self.judge: Judge | None = verifier if judge is None else make_reward_judge(judge)
         except BaseException:
             self.close()
             raise
-        self.judge: Judge | None = verifier if judge is None else judge.is_correct
 
     def close(self) -> None:
         """Close the tools and the verifier; may be called twice."""

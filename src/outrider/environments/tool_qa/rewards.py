@@ -135,12 +135,7 @@ def render_result(text: str, tag: str = RESULT) -> str:
 
 
 def format_fault(
-    turns: Sequence[Turn],
-    tools: Sequence[str],
-    *,
-    require_think: bool,
-    require_boxed: bool,
-    result_tag: str = RESULT,
+    turns: Sequence[Turn], tools: Sequence[str], config: "RewardConfig", *, result_tag: str = RESULT
 ) -> str | None:
     """Why the episode's format is bad, or None when it is good (ARPO eq. 8).
 
@@ -148,9 +143,13 @@ def format_fault(
     policy's text, tool tags paired and each call followed by a result, exactly one answer, in the last turn,
     with a closed box if required.
     """
+    if not turns:
+        return "no turn"
     text = "".join(turn.text for turn in turns)
-    if (fault := _think_fault(text, required=require_think)) is not None:
-        return fault
+    if config.require_think and "<think>" not in text:
+        return "no <think>"
+    if not _is_alternating(text, "think"):
+        return "<think> and </think> are not paired"
     if re.search(rf"</?(?:{RESULT}|{re.escape(result_tag)}|retrieve)>", text):
         return "the policy wrote a result tag"
     for tool in tools:
@@ -166,15 +165,9 @@ def format_fault(
     action = parse_action(turns[-1].text, tools)
     if not isinstance(action, Answer):
         return "the last turn does not answer"
-    if require_boxed and last_boxed(action.text) is None:
+    if config.require_boxed and last_boxed(action.text) is None:
         return "no closed \\boxed{} in the answer"
     return None
-
-
-def _think_fault(text: str, *, required: bool) -> str | None:
-    if required and "<think>" not in text:
-        return "no <think>"
-    return None if _is_alternating(text, "think") else "<think> and </think> are not paired"
 
 
 def _is_alternating(text: str, name: str) -> bool:
@@ -423,44 +416,36 @@ class RewardJudgeSettings(JudgeSettings):
     endpoint: RewardJudgeEndpoint
 
 
-class RewardJudge:
-    """Verdicts on answers, for all episodes of a run; safe to use from several threads.
+def make_reward_judge(settings: RewardJudgeSettings) -> Callable[[Task, str], bool]:
+    """Return the function that judges answers, for all episodes of a run. It may run in several threads.
 
     Every answer to a task is judged once, so that equal answers get equal rewards, whatever the server
-    samples.
+    samples. Without a verdict the function raises ToolFault: that never counts as wrong.
+
+    Raises ToolUnavailable if the server does not answer.
     """
+    try:
+        judge = discover_judge(settings)
+    except (EngineFault, ModelError, ConfigError) as error:
+        raise ToolUnavailable(f"the reward's judge: {error}") from error
+    verdicts: SingleFlightCache[bool] = SingleFlightCache(_CACHE_SIZE)
 
-    def __init__(self, judge: Judge) -> None:
-        self._judge = judge
-        self._verdicts: SingleFlightCache[bool] = SingleFlightCache(_CACHE_SIZE)
-
-    def is_correct(self, task: Task, prediction: str) -> bool:
-        """The verdict on one answer. Raises ToolFault without a verdict: that never counts as wrong."""
-        accepted = "\n".join((task.question, *task.answers))
-        return self._verdicts.get(
-            (task.key, accepted, prediction), lambda: self._judge_answer(task, prediction)
-        )
-
-    def _judge_answer(self, task: Task, prediction: str) -> bool:
+    def request_verdict(task: Task, prediction: str) -> bool:
         # The random stream is named by the answer, not by the episode that is judged first.
         digest = hashlib.sha256(prediction.encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            judgement = self._judge.judge(task.question, task.answers, prediction, key=f"{task.key}/{digest}")
+            judgement = judge.judge(task.question, task.answers, prediction, key=f"{task.key}/{digest}")
         except ModelError as error:
             raise ToolFault(f"the reward's judge: {error}") from error
         if judgement.is_correct is None:
             raise ToolFault(f"the reward's judge: {judgement.fault}")
         return judgement.is_correct
 
+    def is_correct(task: Task, prediction: str) -> bool:
+        accepted = "\n".join((task.question, *task.answers))
+        return verdicts.get((task.key, accepted, prediction), lambda: request_verdict(task, prediction))
 
-def make_reward_judge(settings: RewardJudgeSettings | None) -> RewardJudge | None:
-    """The judge that a reward names; raises ToolUnavailable if its server does not answer."""
-    if settings is None:
-        return None
-    try:
-        return RewardJudge(discover_judge(settings))
-    except (EngineFault, ModelError, ConfigError) as error:
-        raise ToolUnavailable(f"the reward's judge: {error}") from error
+    return is_correct
 
 
 Judged: TypeAlias = Callable[[str], float | None]
@@ -651,17 +636,7 @@ def score_turns(
     result_tag: str = RESULT,
 ) -> Score:
     """Score an episode's turns against the accepted answers. ``tools`` are the tag names in use."""
-    fault = (
-        "no turn"
-        if not turns
-        else format_fault(
-            turns,
-            tools,
-            require_think=config.require_think,
-            require_boxed=config.require_boxed,
-            result_tag=result_tag,
-        )
-    )
+    fault = format_fault(turns, tools, config, result_tag=result_tag)
     prediction = _prediction(turns, tools)
     num_tools = len({turn.executed_tool for turn in turns} - {None})
     return score_answer(prediction, answers, config, fault=fault, num_tools=num_tools, judged=judged)

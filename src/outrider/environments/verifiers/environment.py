@@ -3,20 +3,14 @@
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
 from outrider.environments.agent.environment import ProgramConfig, ProgramFactory
-from outrider.environments.agent.programs import (
-    ONE_THREAD,
-    OnEnd,
-    ProgramRunner,
-    WorkerProcess,
-    recipe_folders,
-)
+from outrider.environments.agent.programs import ONE_THREAD, ProgramRunner, WorkerProcess, recipe_folders
 from outrider.environments.base import SPLITS, Split, known_split, require_tasks, split_size
 from outrider.errors import DataError, ToolUnavailable
 from outrider.types import Step, Task
@@ -99,21 +93,17 @@ def launch(config: VerifiersConfig, *, lists: bool) -> WorkerProcess:
         ) from error
 
 
-class Episodes(ProgramRunner):
-    """Plays episodes in one process. Thread-safe."""
-
-    def __init__(self, config: VerifiersConfig) -> None:
-        """Start the process. Raises ToolUnavailable if the environment cannot be loaded."""
-        super().__init__(lambda: launch(config, lists=False))
-
-    def start(self, task: Task, environment: Mapping[str, str], on_end: OnEnd) -> int:
-        request = {
+def run_episodes(config: VerifiersConfig) -> ProgramRunner:
+    """Play episodes in one process. Raises ToolUnavailable if the environment cannot be loaded."""
+    return ProgramRunner(
+        lambda: launch(config, lists=False),
+        lambda task, environment: {
             "key": task.key,
             "versions": task.metadata["versions"],
             "base_url": environment["OPENAI_BASE_URL"],
             "api_key": environment["OPENAI_API_KEY"],
-        }
-        return self._live_process().begin(request, on_end)
+        },
+    )
 
 
 class VerifiersTaskSet:
@@ -144,7 +134,7 @@ class VerifiersTaskSet:
 
     def make(self) -> ProgramFactory:
         """Start the process that plays, and the server that agents call. Raises ToolUnavailable."""
-        return ProgramFactory(self.config, lambda: Episodes(self.config))
+        return ProgramFactory(self.config, lambda: run_episodes(self.config))
 
     def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
         """None: a taskset has no turns of an expert."""

@@ -32,9 +32,8 @@ class Serving:
 
     def __init__(self, config: Any) -> None:
         self._config = config
-        self.begun = 0
-        self._running = 0
-        self._is_retired = False
+        self.begun = self.running = 0  # episodes
+        self.is_retired = False  # no more episodes begin
         self._over = asyncio.Event()
         self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.holder = asyncio.create_task(self._serve())
@@ -52,23 +51,8 @@ class Serving:
             if not self.ready.done():
                 self.ready.set_exception(error)
 
-    def enter(self) -> None:
-        """An episode begins."""
-        self.begun += 1
-        self._running += 1
-
-    def leave(self) -> None:
-        """An episode has ended."""
-        self._running -= 1
-        self._end_if_unused()
-
-    def retire(self) -> None:
-        """No more episodes begin."""
-        self._is_retired = True
-        self._end_if_unused()
-
-    def _end_if_unused(self) -> None:
-        if self._is_retired and self._running == 0:
+    def end_if_unused(self) -> None:
+        if self.is_retired and self.running == 0:
             self._over.set()
 
 
@@ -114,17 +98,10 @@ def format_problem(kind: str, message: str) -> str:
     return f"{kind}: {' '.join(message.split())}"[:300]
 
 
-class Loaded:
-    """A verifiers environment: its config, its rows, and the versions that determine them."""
-
-    def __init__(self, config: Any, rows: list[Any], versions: dict[str, str]) -> None:
-        self.config = config
-        self.rows = rows
-        self.versions = versions
-
-
-def load(request: dict[str, Any]) -> Loaded:
-    """Import verifiers and the taskset, and read the requested number of rows."""
+def load(request: dict[str, Any]) -> tuple[Any, list[Any], dict[str, str]]:
+    """Import verifiers and the taskset, and read the requested number of rows. Returns the environment's
+    config, the rows, and the versions that determine them.
+    """
     import verifiers
     from verifiers.v1.utils.loaders import import_taskset, load_environment, resolve_env_config
 
@@ -140,7 +117,7 @@ def load(request: dict[str, Any]) -> Loaded:
     if len(rows) < number:
         raise ValueError(f"{request['id']} has {len(rows)} rows, and the splits need {number}")
     module = import_taskset(request["id"])
-    return Loaded(config, rows, {"verifiers": verifiers.__version__, "taskset": package_version(module)})
+    return config, rows, {"verifiers": verifiers.__version__, "taskset": package_version(module)}
 
 
 def with_defaults(taskset_id: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -260,23 +237,22 @@ def main() -> None:
     request = json.loads(lines.readline())
     sys.path += [folder for folder in request["path"] if folder not in sys.path]
     try:
-        loaded = load(request)
+        config, rows, versions = load(request)
     except (Exception, SystemExit) as error:
         send_line(sock, {"failed": f"{type(error).__name__}: {' '.join(str(error).split())}"})
         return
-    rows = loaded.rows if request["lists"] else []
-    listed = [{"key": row.key, "question": row.data.prompt_text} for row in rows]
-    send_line(sock, {"ready": True, "versions": loaded.versions, "rows": listed})
-    asyncio.run(Player(sock, loaded).play(lines))
+    shown = rows if request["lists"] else []
+    listed = [{"key": row.key, "question": row.data.prompt_text} for row in shown]
+    send_line(sock, {"ready": True, "versions": versions, "rows": listed})
+    asyncio.run(Player(sock, config, rows, versions).play(lines))
 
 
 class Player:
     """Plays the requested episodes, each as a task of one event loop."""
 
-    def __init__(self, sock: socket.socket, loaded: Loaded) -> None:
-        self._sock = sock
-        self._loaded = loaded
-        self._rows = {row.key: row for row in loaded.rows}
+    def __init__(self, sock: socket.socket, config: Any, rows: list[Any], versions: dict[str, str]) -> None:
+        self._sock, self._config, self._versions = sock, config, versions
+        self._rows = {row.key: row for row in rows}
         self._running: dict[int, asyncio.Task[dict[str, Any]]] = {}
         self._serving: Serving | None = None
         self._holders: set[asyncio.Task[None]] = set()
@@ -332,20 +308,22 @@ class Player:
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
         row = self._rows.get(request["key"])
-        if row is None or request["versions"] != self._loaded.versions:
+        if row is None or request["versions"] != self._versions:
             return {"fault": "the taskset has other rows than it had when the run listed them"}
         # verifiers reads a key from a variable; programs do not inherit variables with API_KEY in their name
         variable = f"OUTRIDER_API_KEY_{number}"
         os.environ[variable] = request["api_key"]
         serving = self._current_serving()
-        serving.enter()
+        serving.begun += 1
+        serving.running += 1
         try:
             env = await asyncio.shield(serving.ready)
             client = EvalClientConfig(base_url=request["base_url"], api_key_var=variable)
             [slot] = env.slots(row)
             episode = await env.run_slot(slot, ModelContext(model="policy", client=client))
         finally:
-            serving.leave()
+            serving.running -= 1
+            serving.end_if_unused()
             del os.environ[variable]
         return episode_outcome(episode, variable)
 
@@ -353,8 +331,9 @@ class Player:
         serving = self._serving
         if serving is None or serving.begun >= EPISODES_PER_SERVING or serving.holder.done():
             if serving is not None:
-                serving.retire()
-            self._serving = serving = Serving(self._loaded.config)
+                serving.is_retired = True
+                serving.end_if_unused()
+            self._serving = serving = Serving(self._config)
             self._holders.add(serving.holder)
             serving.holder.add_done_callback(self._holders.discard)
         return serving

@@ -9,14 +9,14 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from outrider.environments.base import EpisodeResult, StepResult, known_split, split_size
-from outrider.environments.text_games import STOP, TAGGED
+from outrider.environments.base import Environment, EpisodeResult, StepResult, known_split, split_size
+from outrider.environments.text_games import STOP, TAGGED, render_action
 from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
@@ -27,7 +27,7 @@ from outrider.environments.webshop.reward import OptionScoring, PurchaseScore, R
 from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, DataError
 from outrider.tools.search import terms
-from outrider.types import Message, Step, Task
+from outrider.types import Step, Task
 
 MAX_ACTION_CHARACTERS: Final = 500
 SEPARATOR: Final = " [SEP] "
@@ -79,11 +79,6 @@ def read_command(command: str) -> tuple[Verb, str] | str:
         return "The action must read search[words] or click[name], so nothing was done."
     argument = match[2].strip()
     return ("search", argument) if match[1].lower() == "search" else ("click", argument.lower())
-
-
-def render_action(verb: Verb, argument: str) -> str:
-    """A turn that consists of the action only."""
-    return f"<action>{verb}[{argument}]{STOP}"
 
 
 class WebShopConfig(WindowedSettings):
@@ -144,60 +139,91 @@ class WebShopConfig(WindowedSettings):
         return self
 
 
-class WebShopEnvironment:
-    """One shopping episode. The next page is a user message."""
+# Task sets come and go; a process loads a catalogue once.
 
-    def __init__(self, *, task: Task, config: WebShopConfig, shop: Shop) -> None:
-        """Raises ConfigError for a task of another environment or another catalogue."""
-        self._goal = webshop_goals.read_goal(task)
-        if self._goal.product_id not in shop.products:
-            raise ConfigError(f"{task.key}: the catalogue has no product {self._goal.product_id!r}")
-        self._config = config
-        self._shop = shop
-        self._start()
 
-    def reset(self, seed: int) -> Sequence[Message]:
-        """Go to the search page. ``seed`` is not used, because nothing is drawn."""
-        self._start()
-        prompt = f"{INSTRUCTIONS}\n\nRequest: {neutralise(self._goal.text)}\n\n{self._look()}"
-        return (Message(role="user", content=prompt),)
+@lru_cache(maxsize=4)
+def _load(config: WebShopConfig) -> tuple[Catalogue, dict[str, float]]:
+    catalogue = load_catalogue(config.products, config.attributes, config.human_goals)
+    return catalogue, webshop_goals.draw_prices(catalogue, config.goal_seed)
 
-    def step(self, message: Message) -> StepResult:
-        """Execute the action of the turn. A turn without a readable action is ``invalid``, and an action that
-        the page does not allow is ``refused``. Raises RuntimeError after the end of the episode.
+
+@lru_cache(maxsize=4)
+def _splits(config: WebShopConfig) -> dict[str, tuple[Goal, ...]]:
+    goals = webshop_goals.build_goals(*_load(config), config.goal_seed)
+    return webshop_goals.split_goals(goals, seed=config.goal_seed, unit=config.split_by)
+
+
+@lru_cache(maxsize=4)
+def _shop(config: WebShopConfig) -> Shop:
+    catalogue, prices = _load(config)
+    return Shop(
+        catalogue.products,
+        prices,
+        show_attributes=config.show_attributes,
+        max_page_chars=config.max_page_chars,
+    )
+
+
+class WebShopEnvironment(Environment):
+    """One shopping episode. ``shared`` is the :class:`Shop`."""
+
+    Settings = WebShopConfig
+    name = "webshop"
+    stop = (STOP,)
+
+    @classmethod
+    def tasks(cls, settings: WebShopConfig, split: str) -> Sequence[Task]:
+        """The tasks of a split. Raises DataError for bad files, or if the split has no goals."""
+        known = known_split(split, "WebShop")
+        goals = _splits(settings)[known][: split_size(settings, known)]
+        if not goals:
+            raise DataError(f"webshop: the catalogue has too few goals for the split {split!r}")
+        return tuple(webshop_goals.make_task(goal) for goal in goals)
+
+    @classmethod
+    def open_shared(cls, settings: WebShopConfig) -> Shop:
+        """Load the catalogue and build the index. Raises DataError if a file is missing or malformed."""
+        return _shop(settings)
+
+    def reset(self, task: Task, seed: int) -> str:
+        """Go to the search page. ``seed`` is not used, because nothing is drawn.
+
+        Raises ConfigError for a task of another environment or another catalogue.
         """
-        result, problem = self._execute(parse_action(message.content))
+        self._goal = webshop_goals.read_goal(task)
+        if self._goal.product_id not in self.shared.products:
+            raise ConfigError(f"{task.key}: the catalogue has no product {self._goal.product_id!r}")
+        self._page = Page()
+        self._bought: PurchaseScore | None = None
+        self._bought_text = ""
+        self._counts: Counter[str] = Counter()
+        self.opening, self.task_text = self._fields(self._page), neutralise(self._goal.text)
+        return f"{INSTRUCTIONS}\n\nRequest: {self.task_text}\n\n{self._look()}"
+
+    def step(self, action: str) -> StepResult:
+        """Execute the action of the turn. A turn without a readable action is ``invalid``, and an action that
+        the page does not allow is ``refused``.
+        """
+        result, problem = self._execute(parse_action(action))
         if result.done:
             return result
         lines = (problem,) if result.invalid else (problem, self._look())
-        answer = "\n".join(line for line in lines if line)
-        return replace(result, message=Message(role="user", content=answer))
-
-    @property
-    def task_text(self) -> str:
-        """The request."""
-        return neutralise(self._goal.text)
-
-    @property
-    def opening(self) -> str:
-        """The search page."""
-        return self._fields(Page())
+        return replace(result, message="\n".join(line for line in lines if line))
 
     def admitted(self) -> Sequence[str]:
         """A search, if the page has a search bar, and a click on every name of the page. The button of the
         search bar is left out, because a click on it does nothing.
         """
         bar = (QUERY,) if self._page.kind == "search" else ()
-        return (*bar, *(f"click[{neutralise(name)}]" for name in self._shop.clickables(self._page)))
+        return (*bar, *(f"click[{neutralise(name)}]" for name in self.shared.clickables(self._page)))
 
     def act(self, command: str) -> StepResult:
         """Execute a command without tags. A command that cannot be read or executed does nothing. The
         observation is always the page.
         """
         result, _ = self._execute(read_command(command))
-        if result.done:
-            return result
-        return replace(result, message=Message(role="user", content=self._fields(self._page)))
+        return result if result.done else replace(result, message=self._fields(self._page))
 
     def result(self) -> EpisodeResult:
         """Return, success (a task score of exactly 1.0) and the parts of the score, 0 before a purchase."""
@@ -212,11 +238,11 @@ class WebShopEnvironment:
                 "share_options": _share(bought.num_options_hit, bought.num_options),
             }
         counts = {name: float(self._counts[name]) for name in _COUNTED}
-        penalties = self._config.invalid_penalty * self._counts["num_invalid"]
-        products, goal = self._shop.products, self._goal
+        penalties = self.settings.invalid_penalty * self._counts["num_invalid"]
+        products, goal = self.shared.products, self._goal
         penalty = {"invalid_penalty": -penalties} if penalties else {}
         return EpisodeResult(
-            episode_return=webshop_reward.training_return(score, self._config.reward) - penalties,
+            episode_return=webshop_reward.training_return(score, self.settings.reward) - penalties,
             success=score == webshop_reward.SUCCESS,
             metrics={"score": score, "bought": float(bought is not None)} | parts | counts,
             targets=(_purchase(products[goal.product_id].title, [value for _, value in goal.options]),),
@@ -225,42 +251,60 @@ class WebShopEnvironment:
             reason="nothing was bought" if bought is None else f"the purchase has the score {score:.2f}",
         )
 
-    def copy(self) -> "WebShopEnvironment":
+    def copy(self) -> Self:
         """An independent episode in the same state: pages are immutable and the shop is read only."""
         twin = copy.copy(self)
         twin._counts = self._counts.copy()
         return twin
 
-    def close(self) -> None:
-        """Nothing to release."""
+    def expert(self) -> Sequence[Step] | None:
+        """Search for the product, open it, choose the options and buy. None if no search finds it.
 
-    def _start(self) -> None:
-        self._page = Page()
-        self._bought: PurchaseScore | None = None
-        self._bought_text = ""
-        self._done = False
-        self._counts: Counter[str] = Counter()
+        The query is the instruction, or the product's title if that shows the product on an earlier page of
+        results.
+        """
+        steps: list[Step] = []
+        for command in self._plan():
+            text = render_action(command)
+            outcome = self.step(text)
+            steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
+        return steps or None
+
+    def _plan(self) -> list[str]:
+        """The expert's commands; empty if neither query finds the product."""
+        goal = self._goal
+        texts = (goal.request, self.shared.products[goal.product_id].title)
+        queries = [" ".join(terms(text))[:_MAX_QUERY_CHARACTERS] for text in texts]
+        matches: list[tuple[int, int]] = []
+        for index, query in enumerate(queries):
+            results = self.shared.search(query).results
+            if goal.product_id in results:
+                matches.append((results.index(goal.product_id) // webshop_pages.RESULTS_PER_PAGE, index))
+        if not matches:
+            return []
+        num_turns, index = min(matches)
+        values = [value for _, value in goal.options]
+        names = [webshop_pages.NEXT] * num_turns + [goal.product_id, *values, webshop_pages.BUY]
+        return [f"search[{queries[index]}]", *(f"click[{name}]" for name in names)]
 
     def _execute(self, action: tuple[Verb, str] | str) -> tuple[StepResult, str]:
         """Execute what :func:`parse_action` returned. Returns the result without a message, and what was
         wrong with the action (empty for nothing).
         """
-        if self._done:
-            raise RuntimeError("the WebShop episode has ended")
         self._counts["num_turns"] += 1
         if isinstance(action, str):
             self._counts["num_invalid"] += 1
-            return StepResult(reward=0.0 - self._config.invalid_penalty, invalid=True), action
+            return StepResult(reward=0.0 - self.settings.invalid_penalty, invalid=True), action
         verb, argument = action
         if verb == "search":
             if self._page.kind != "search":
                 return self._refuse(NO_SEARCH_BAR)
             self._counts["num_searches"] += 1
-            self._page = self._shop.search(argument)
+            self._page = self.shared.search(argument)
             return StepResult(), ""
-        if argument == webshop_pages.BUY and argument in self._shop.clickables(self._page):
+        if argument == webshop_pages.BUY and argument in self.shared.clickables(self._page):
             return self._buy(), ""
-        next_page = self._shop.click(self._page, argument)
+        next_page = self.shared.click(self._page, argument)
         if next_page is None:
             return self._refuse(NO_SUCH_NAME)
         self._page = next_page
@@ -272,132 +316,36 @@ class WebShopEnvironment:
 
     def _buy(self) -> StepResult:
         page, goal = self._page, self._goal
-        self._done = True
-        self._bought_text = _purchase(self._shop.products[page.product_id].title, page.chosen.values())
+        self._bought_text = _purchase(self.shared.products[page.product_id].title, page.chosen.values())
         self._bought = webshop_reward.score_purchase(
-            bought=self._shop.products[page.product_id],
-            price=self._shop.prices[page.product_id],
+            bought=self.shared.products[page.product_id],
+            price=self.shared.prices[page.product_id],
             chosen=page.chosen,
-            target=self._shop.products[goal.product_id],
+            target=self.shared.products[goal.product_id],
             goal=goal,
-            option_scoring=self._config.option_scoring,
+            option_scoring=self.settings.option_scoring,
         )
         return StepResult(
             message=None,
-            reward=webshop_reward.training_return(self._bought.value, self._config.reward),
+            reward=webshop_reward.training_return(self._bought.value, self.settings.reward),
             done=True,
         )
 
     def _fields(self, page: Page) -> str:
         """The texts of a page in quotes, as verl-agent shows them."""
-        fields, is_cut = self._shop.look(page)
+        fields, is_cut = self.shared.look(page)
         self._counts["num_cut_pages"] += is_cut
         return neutralise(SEPARATOR.join(f"'{field}'" for field in fields))
 
     def _look(self) -> str:
-        fields, is_cut = self._shop.look(self._page)
+        fields, is_cut = self.shared.look(self._page)
         self._counts["num_cut_pages"] += is_cut
         page = f"Page: {SEPARATOR.join(fields)}"
-        if self._config.show_actions:
-            actions = [f"click[{name}]" for name in self._shop.clickables(self._page)] or ["search[words]"]
+        if self.settings.show_actions:
+            actions = [f"click[{name}]" for name in self.shared.clickables(self._page)] or ["search[words]"]
             page += "\nActions: " + " ".join(actions)
         # Scraped texts may contain tags or special tokens of a chat template; their "<" becomes "&lt;".
         return neutralise(page)
-
-
-class WebShopFactory:
-    """Makes the episodes of one shop."""
-
-    def __init__(self, config: WebShopConfig, shop: Shop) -> None:
-        self._config, self._shop = config, shop
-
-    def __call__(self, task: Task) -> WebShopEnvironment:
-        return WebShopEnvironment(task=task, config=self._config, shop=self._shop)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class WebShopTaskSet:
-    """The goals of a catalogue, which is loaded once."""
-
-    Settings = WebShopConfig
-    name = "webshop"
-    stop: tuple[str, ...] = (STOP,)
-    protocol: Literal["inline", "chat"] = "chat"
-    stateful = True
-
-    def __init__(self, config: WebShopConfig) -> None:
-        self.config = config
-
-    @cached_property
-    def _catalogue(self) -> Catalogue:
-        return load_catalogue(self.config.products, self.config.attributes, self.config.human_goals)
-
-    @cached_property
-    def _prices(self) -> dict[str, float]:
-        return webshop_goals.draw_prices(self._catalogue, self.config.goal_seed)
-
-    @cached_property
-    def _splits(self) -> dict[str, tuple[Goal, ...]]:
-        goals = webshop_goals.build_goals(self._catalogue, self._prices, self.config.goal_seed)
-        return webshop_goals.split_goals(goals, seed=self.config.goal_seed, unit=self.config.split_by)
-
-    @cached_property
-    def _shop(self) -> Shop:
-        return Shop(
-            self._catalogue.products,
-            self._prices,
-            show_attributes=self.config.show_attributes,
-            max_page_chars=self.config.max_page_chars,
-        )
-
-    def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split. Raises DataError for bad files, or if the split has no goals."""
-        known = known_split(split, "WebShop")
-        goals = self._splits[known][: split_size(self.config, known)]
-        if not goals:
-            raise DataError(f"webshop: the catalogue has too few goals for the split {split!r}")
-        return tuple(webshop_goals.make_task(goal) for goal in goals)
-
-    def make(self) -> "WebShopFactory":
-        """Load the catalogue and build the index. Raises DataError if a file is missing or malformed."""
-        return WebShopFactory(self.config, self._shop)
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def expert(self, task: Task, seed: int) -> Sequence[Step] | None:
-        """Search for the product, open it, choose the options and buy. None if no search finds it.
-
-        The query is the instruction, or the product's title if that shows the product on an earlier page of
-        results.
-        """
-        goal = webshop_goals.read_goal(task)
-        environment = self.make()(task)
-        environment.reset(seed)
-        steps: list[Step] = []
-        for verb, argument in self._plan(goal):
-            text = render_action(verb, argument)
-            outcome = environment.step(Message(role="assistant", content=text))
-            steps.append(Step(text=text, observation=outcome.text, is_terminal=outcome.done))
-        return tuple(steps) or None
-
-    def _plan(self, goal: Goal) -> list[tuple[Verb, str]]:
-        """The expert's actions; empty if neither query finds the product."""
-        texts = (goal.request, self._shop.products[goal.product_id].title)
-        queries = [" ".join(terms(text))[:_MAX_QUERY_CHARACTERS] for text in texts]
-        matches: list[tuple[int, int]] = []
-        for index, query in enumerate(queries):
-            results = self._shop.search(query).results
-            if goal.product_id in results:
-                matches.append((results.index(goal.product_id) // webshop_pages.RESULTS_PER_PAGE, index))
-        if not matches:
-            return []
-        num_turns, index = min(matches)
-        values = [value for _, value in goal.options]
-        names = [webshop_pages.NEXT] * num_turns + [goal.product_id, *values, webshop_pages.BUY]
-        return [("search", queries[index]), *(("click", name) for name in names)]
 
 
 def _purchase(title: str, options: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final, TypeAlias
 
 from outrider.engines.chat import ChatEndpoint, Refusal
@@ -54,67 +55,53 @@ def make_reader(settings: Reader, max_chars: int) -> ReadPage:
     """Build the reader of the settings. Raises ToolUnavailable if its server does not respond."""
     if isinstance(settings, EndpointReader):
         try:
-            endpoint = ChatEndpoint(settings.endpoint).discovered()
-            return ModelReader(settings, ChatEndpoint(endpoint), max_chars).read
+            endpoint = ChatEndpoint(ChatEndpoint(settings.endpoint).discovered())
+            return partial(read_by_model, settings=settings, endpoint=endpoint, max_chars=max_chars)
         except (EngineFault, ModelError, ConfigError) as error:
             raise ToolUnavailable(f"browser: the reader's endpoint: {error}") from error
     if isinstance(settings, PassageReader):
-        return Bm25Reader(settings.passage_chars, max_chars).read
+        return partial(read_passages, passage_chars=settings.passage_chars, max_chars=max_chars)
     return lambda page, question: cut(page.text, max_chars)
 
 
-class Bm25Reader:
+def read_passages(page: Page, question: str, passage_chars: int, max_chars: int) -> str:
     """The best passages that fit, in the page's order; a mark stands for omitted text."""
-
-    def __init__(self, passage_chars: int, max_chars: int) -> None:
-        # room for a mark on both sides, so that at least one passage always fits
-        self._passage_chars = min(passage_chars, max_chars - 2 * (len(MARK) + 1))
-        self._max_chars = max_chars
-
-    def read(self, page: Page, question: str) -> str:
-        texts = list(split_passages(page.text, self._passage_chars))
-        if not any(terms(text) for text in texts):
-            return cut(page.text, self._max_chars)
-        passages = [Passage(passage_id=str(i), title="", text=text) for i, text in enumerate(texts)]
-        hits = SearchTool(passages, SearchConfig(top_k=100)).run(question).passages
-        chosen: set[int] = set()
-        for index in (int(passage.passage_id) for passage in hits):
-            if len(_join(texts, chosen | {index})) <= self._max_chars:
-                chosen.add(index)
-        if not chosen:
-            return cut(f"{NO_MATCH}\n{page.text}", self._max_chars)
-        return _join(texts, chosen)
+    # room for a mark on both sides, so that at least one passage always fits
+    texts = list(split_passages(page.text, min(passage_chars, max_chars - 2 * (len(MARK) + 1))))
+    if not any(terms(text) for text in texts):
+        return cut(page.text, max_chars)
+    passages = [Passage(passage_id=str(i), title="", text=text) for i, text in enumerate(texts)]
+    hits = SearchTool(passages, SearchConfig(top_k=100)).run(question).passages
+    chosen: set[int] = set()
+    for index in (int(passage.passage_id) for passage in hits):
+        if len(_join(texts, chosen | {index})) <= max_chars:
+            chosen.add(index)
+    return _join(texts, chosen) if chosen else cut(f"{NO_MATCH}\n{page.text}", max_chars)
 
 
-class ModelReader:
-    """Answers of a chat server, which may differ from call to call."""
-
-    def __init__(self, settings: EndpointReader, endpoint: ChatEndpoint, max_chars: int) -> None:
-        self._settings = settings
-        self._endpoint = endpoint
-        self._max_chars = max_chars
-
-    def read(self, page: Page, question: str) -> str:
-        """Return the answer without its thoughts. If the page is too long for the server, halve it and
-        retry.
-        """
-        text = page.text
-        while True:
-            try:
-                prompt = f"Looked for: {question}\n\nPage: {page.title} ({page.address})\n\n{text}"
-                reply = self._endpoint.complete(
-                    (Message(role="system", content=INSTRUCTIONS), Message(role="user", content=prompt)),
-                    max_tokens=self._settings.max_tokens,
-                    temperature=self._settings.temperature,
-                )
-                break
-            except (EngineFault, ModelError) as error:
-                is_too_long = isinstance(error.__cause__, Refusal) and error.__cause__.is_too_long
-                if not is_too_long or len(text) < 2 * _LEAST:
-                    raise ToolFault(f"browser: the reader's endpoint: {error}") from error
-                text = text[: len(text) // 2]
-        answer = without_controls(without_thoughts(reply.text)).strip()
-        return cut(answer + (MARK if reply.truncated else ""), self._max_chars) if answer else NOTHING_READ
+def read_by_model(
+    page: Page, question: str, settings: EndpointReader, endpoint: ChatEndpoint, max_chars: int
+) -> str:
+    """The answer of a chat server without its thoughts, which may differ from call to call. If the page is
+    too long for the server, halve it and retry.
+    """
+    text = page.text
+    while True:
+        try:
+            prompt = f"Looked for: {question}\n\nPage: {page.title} ({page.address})\n\n{text}"
+            reply = endpoint.complete(
+                (Message(role="system", content=INSTRUCTIONS), Message(role="user", content=prompt)),
+                max_tokens=settings.max_tokens,
+                temperature=settings.temperature,
+            )
+            break
+        except (EngineFault, ModelError) as error:
+            is_too_long = isinstance(error.__cause__, Refusal) and error.__cause__.is_too_long
+            if not is_too_long or len(text) < 2 * _LEAST:
+                raise ToolFault(f"browser: the reader's endpoint: {error}") from error
+            text = text[: len(text) // 2]
+    answer = without_controls(without_thoughts(reply.text)).strip()
+    return cut(answer + (MARK if reply.truncated else ""), max_chars) if answer else NOTHING_READ
 
 
 def cut(text: str, max_chars: int) -> str:

@@ -132,28 +132,19 @@ class _Bounded(httpx2.AsyncByteStream):
         await self._inside.aclose()
 
 
-class _BoundedTransport(httpx2.AsyncHTTPTransport):
-    """Limits every response except event streams, which have a limit per event."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__()
-        self._max_bytes = max_bytes
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        response = await super().handle_async_request(request)
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            response.stream = _Bounded(response.stream, self._max_bytes)
-        return response
-
-
 @asynccontextmanager
 async def _http_streams(settings: "McpConfig") -> AsyncIterator[Any]:
     """Open the streams of a session. Proxies of the environment are ignored: the url names the server."""
     limits = httpx2.Timeout(settings.timeout_s, read=None)  # the call itself limits the time of a response
-    transport = _BoundedTransport(settings.max_bytes)
-    headers = settings.sent_headers()
+    transport, headers = httpx2.AsyncHTTPTransport(), settings.sent_headers()
+
+    async def limit_size(response: httpx2.Response) -> None:  # event streams have a limit per event
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            response.stream = _Bounded(response.stream, settings.max_bytes)
+
+    hooks = {"response": [limit_size]}
     async with (
-        httpx2.AsyncClient(headers=headers, timeout=limits, transport=transport) as client,
+        httpx2.AsyncClient(headers=headers, timeout=limits, transport=transport, event_hooks=hooks) as client,
         streamable_http_client(
             str(settings.url), http_client=client, max_sse_event_size=settings.max_bytes
         ) as streams,

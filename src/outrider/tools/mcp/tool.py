@@ -198,11 +198,8 @@ class McpTool(CalledByText):
     """One tool of a server."""
 
     def __init__(self, listed: "ListedTool", servers: "Servers") -> None:
-        self.name = listed.name
-        self.usage = listed.usage
-        self.schema = listed.schema
-        self._listed_name = listed.listed_name
-        self._servers = servers
+        self.name, self.usage, self.schema = listed.name, listed.usage, listed.schema
+        self._listed_name, self._servers = listed.listed_name, servers
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
         return self._servers.call(self._listed_name, arguments)

@@ -217,7 +217,7 @@ class _ServerProcess:
 
 
 class PythonTool:
-    """Runs model-written code, each call in a new process, folder and namespace; thread-safe.
+    """The plug-in ``python``: runs each call in a new process, folder and namespace; thread-safe.
 
     Limits: wall and processor time, memory, files, output; no network, processes, threads or signals. Files
     outside the call's own folder cannot be changed, and only the standard library and the preloaded packages
@@ -227,6 +227,11 @@ class PythonTool:
     Raises :class:`ToolUnavailable` if a lock or a package is missing; ``run`` raises :class:`ToolFault` if
     the server is lost twice in one call. Nothing that the code does raises an exception here.
     """
+
+    name = "python"
+    usage = "Write <python>code</python> to run Python; what the code prints comes back."
+    description = "Run Python code; what it prints comes back."
+    argument = "code"
 
     def __init__(self, config: PythonToolConfig) -> None:
         self.config = config
@@ -252,6 +257,26 @@ class PythonTool:
             raise ToolUnavailable(f"python tool: {error}") from error
         finally:
             self._servers.release(first)
+
+    @classmethod
+    def build(cls, settings: Settings, context: ToolContext) -> Self:
+        """Build from the section ``python`` of the environment. Raises ToolUnavailable."""
+        tool = cls(context.environment.python)
+        try:
+            tool.check()  # before the first rollout, not after a program has used a hole in the sandbox
+        except BaseException:
+            tool.close()
+            raise
+        return tool
+
+    def run_text(self, text: str) -> ToolOutput:
+        """Run the code. If it prints nothing, the text reports that."""
+        result = self.run(extract_code(text))
+        return ToolOutput(
+            text=result.output or "(no output)",
+            failed=result.status != "ok",
+            status={"ok": None if result.output else "empty", "timeout": "timeout"}.get(result.status),
+        )
 
     def run(self, code: str) -> PythonResult:
         """Run ``code`` to its end. If all servers are busy, calls wait in the order of their arrival."""
@@ -320,41 +345,6 @@ def cut(text: str, max_chars: int) -> tuple[str, bool]:
     tail = max_chars // 2
     mark = f"\n[... {len(text) - max_chars} of {len(text)} characters cut ...]\n"
     return text[: max_chars - tail] + mark + text[len(text) - tail :], True
-
-
-class PythonAdapter:
-    """The plug-in ``python``: a :class:`PythonTool` behind the tool contract."""
-
-    name = "python"
-    usage = "Write <python>code</python> to run Python; what the code prints comes back."
-    description = "Run Python code; what it prints comes back."
-    argument = "code"
-
-    def __init__(self, tool: PythonTool) -> None:
-        self._tool = tool
-
-    @classmethod
-    def build(cls, settings: Settings, context: ToolContext) -> "PythonAdapter":
-        """Build from the section ``python`` of the environment. Raises ToolUnavailable."""
-        tool = PythonTool(context.environment.python)
-        try:
-            tool.check()  # before the first rollout, not after a program has used a hole in the sandbox
-        except BaseException:
-            tool.close()
-            raise
-        return cls(tool)
-
-    def run_text(self, text: str) -> ToolOutput:
-        """Run the code. If it prints nothing, the text reports that."""
-        result = self._tool.run(extract_code(text))
-        return ToolOutput(
-            text=result.output or "(no output)",
-            failed=result.status != "ok",
-            status={"ok": None if result.output else "empty", "timeout": "timeout"}.get(result.status),
-        )
-
-    def close(self) -> None:
-        self._tool.close()
 
 
 def extract_code(text: str) -> str:
