@@ -21,7 +21,7 @@ from outrider.environments.tool_qa.rewards import neutralise
 from outrider.environments.webshop import catalogue as webshop_goals
 from outrider.environments.webshop import pages as webshop_pages
 from outrider.environments.webshop import reward as webshop_reward
-from outrider.environments.webshop.catalogue import Catalogue, Goal, SplitUnit, load_catalogue
+from outrider.environments.webshop.catalogue import SplitUnit, load_catalogue
 from outrider.environments.webshop.pages import Page, Shop
 from outrider.environments.webshop.reward import OptionScoring, PurchaseScore, RewardKind
 from outrider.environments.window import WindowedSettings
@@ -139,30 +139,32 @@ class WebShopConfig(WindowedSettings):
         return self
 
 
-# Task sets come and go; a process loads a catalogue once.
+class _World:
+    """What the episodes of some settings share."""
+
+    def __init__(self, config: WebShopConfig) -> None:
+        catalogue = load_catalogue(config.products, config.attributes, config.human_goals)
+        prices = webshop_goals.draw_prices(catalogue, config.goal_seed)
+        goals = webshop_goals.build_goals(catalogue, prices, config.goal_seed)
+        self.splits = webshop_goals.split_goals(goals, seed=config.goal_seed, unit=config.split_by)
+        self.shop = Shop(
+            catalogue.products,
+            prices,
+            show_attributes=config.show_attributes,
+            max_page_chars=config.max_page_chars,
+        )
+
+
+def _world(config: WebShopConfig) -> _World:
+    """Load a catalogue once per process, and again if a file has changed."""
+    files = (config.products, config.attributes, config.human_goals)
+    states = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file and file.exists()]
+    return _load(config, tuple(states))
 
 
 @lru_cache(maxsize=4)
-def _load(config: WebShopConfig) -> tuple[Catalogue, dict[str, float]]:
-    catalogue = load_catalogue(config.products, config.attributes, config.human_goals)
-    return catalogue, webshop_goals.draw_prices(catalogue, config.goal_seed)
-
-
-@lru_cache(maxsize=4)
-def _splits(config: WebShopConfig) -> dict[str, tuple[Goal, ...]]:
-    goals = webshop_goals.build_goals(*_load(config), config.goal_seed)
-    return webshop_goals.split_goals(goals, seed=config.goal_seed, unit=config.split_by)
-
-
-@lru_cache(maxsize=4)
-def _shop(config: WebShopConfig) -> Shop:
-    catalogue, prices = _load(config)
-    return Shop(
-        catalogue.products,
-        prices,
-        show_attributes=config.show_attributes,
-        max_page_chars=config.max_page_chars,
-    )
+def _load(config: WebShopConfig, states: tuple[tuple[int, int], ...]) -> _World:
+    return _World(config)
 
 
 class WebShopEnvironment(Environment):
@@ -176,7 +178,7 @@ class WebShopEnvironment(Environment):
     def tasks(cls, settings: WebShopConfig, split: str) -> Sequence[Task]:
         """The tasks of a split. Raises DataError for bad files, or if the split has no goals."""
         known = known_split(split, "WebShop")
-        goals = _splits(settings)[known][: split_size(settings, known)]
+        goals = _world(settings).splits[known][: split_size(settings, known)]
         if not goals:
             raise DataError(f"webshop: the catalogue has too few goals for the split {split!r}")
         return tuple(webshop_goals.make_task(goal) for goal in goals)
@@ -184,7 +186,7 @@ class WebShopEnvironment(Environment):
     @classmethod
     def open_shared(cls, settings: WebShopConfig) -> Shop:
         """Load the catalogue and build the index. Raises DataError if a file is missing or malformed."""
-        return _shop(settings)
+        return _world(settings).shop
 
     def reset(self, task: Task, seed: int) -> str:
         """Go to the search page. ``seed`` is not used, because nothing is drawn.
