@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
@@ -81,62 +81,46 @@ def staleness_alarms(step: int, values: Mapping[str, float]) -> list[str]:
 # Durations of the phases of a training step.
 
 
-@dataclass(slots=True, kw_only=True)
 class StepClock:
-    """Call the methods in their order during a step. Without ``remote`` there are no processes that could
-    be idle.
+    """Call :meth:`mark` at the end of each phase of a step. Without ``remote`` there are no processes that
+    could be idle.
     """
 
-    remote: "RemoteProcesses | None"
-    start: float = field(default_factory=time.perf_counter)
-    _busy_s: float = field(init=False)
-    _rollout_s: float = field(init=False)
-    _rollout_end: float = field(init=False)
-    _update_start: float = field(init=False)
-    _update_end: float = field(init=False)
-    _waited_s: float = field(init=False)
+    def __init__(self, remote: "RemoteProcesses | None") -> None:
+        self._remote = remote
+        self._busy_s = 0.0 if remote is None else remote.busy_s()
+        self._times = {"start": time.perf_counter()}
 
-    def __post_init__(self) -> None:
-        self._busy_s = 0.0 if self.remote is None else self.remote.busy_s()
+    def mark(self, event: Literal["rollouts", "update_start", "update_end", "wait_end"]) -> None:
+        """The rollouts are finished, the update begins or has ended, or the wait for rollouts of the next
+        step has ended.
+        """
+        self._times[event] = time.perf_counter()
 
-    def mark_rollouts(self, *, prefetch_s: float | None) -> None:
-        """The rollouts are finished; ``prefetch_s`` is their duration if they were generated during an
+    def metrics(
+        self, *, prefetch_s: float | None, num_policy_tokens: float, num_computed_tokens: int
+    ) -> dict[str, float]:
+        """Seconds, idle shares of processes, tokens per second, and peak memory; called after the engines
+        have the new weights. ``prefetch_s`` is the duration of the rollouts if they were generated during an
         update.
         """
-        self._rollout_end = time.perf_counter()
-        self._rollout_s = self._rollout_end - self.start if prefetch_s is None else prefetch_s
-
-    def mark_update_start(self) -> None:
-        """The update begins."""
-        self._update_start = time.perf_counter()
-
-    def mark_update_end(self) -> None:
-        """The update has ended; the step may wait for rollouts of the next one."""
-        self._update_end = time.perf_counter()
-
-    def mark_wait_end(self) -> None:
-        """The wait for rollouts has ended."""
-        self._waited_s = time.perf_counter() - self._update_end
-
-    def metrics(self, *, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
-        """Seconds, idle shares of processes, tokens per second, and peak memory; called after the engines
-        have the new weights.
-        """
-        now = time.perf_counter()
-        step_s, update_s = now - self.start, now - self._rollout_end - self._waited_s
+        times, now = self._times, time.perf_counter()
+        rollout_s = times["rollouts"] - times["start"] if prefetch_s is None else prefetch_s
+        step_s = now - times["start"]
+        update_s = now - times["rollouts"] - (times["wait_end"] - times["update_end"])
         values = {
-            "time/rollout": self._rollout_s,
+            "time/rollout": rollout_s,
             "time/update": update_s,
             "time/step": step_s,
-            "speed/rollout_tokens": num_policy_tokens / self._rollout_s,
+            "speed/rollout_tokens": num_policy_tokens / rollout_s,
             "speed/update_tokens": num_computed_tokens / update_s,
             "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        if self.remote is None:
+        if self._remote is None:
             return values
         busy = {
-            "time/idle_trainers": (self._update_end - self._update_start) / step_s,
-            "time/idle_engines": (self.remote.busy_s() - self._busy_s) / step_s,
+            "time/idle_trainers": (times["update_end"] - times["update_start"]) / step_s,
+            "time/idle_engines": (self._remote.busy_s() - self._busy_s) / step_s,
         }
         return values | {name: min(1.0, max(0.0, 1.0 - share)) for name, share in busy.items()}
 
