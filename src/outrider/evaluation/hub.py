@@ -38,7 +38,7 @@ from outrider.training.run_dir import RECORD, recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Trajectory
 from outrider.viewer.evaluations import score_mark
-from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, rows_to_table, step_file
+from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, step_file
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 CARD: Final = "README.md"
@@ -529,7 +529,7 @@ def _traces(path: Path, folder: Path) -> Prepared:
         _require_no_secret(path / name, (text for row in rows for text in (row.text, row.metadata)))
         counts["nodes"] += len(rows)
         counts["rollouts"] += sum(row.outcome is not None for row in rows)
-        copies.write_table(name, rows_to_table(rows, SCHEMA))
+        copies.write_rows(name, rows, SCHEMA)
     return "traces", dict(counts), Counter()
 
 
