@@ -26,7 +26,14 @@ from outrider.tokens.call_formats import get_call_format
 from outrider.tokens.tool_calls import split_thinking
 from outrider.training.run_dir import recorded_settings
 from outrider.types import Json, Origin, Outcome, Task, ToolCall
-from outrider.viewer.records import TraceReader, TraceRow, evaluation_file, parse_metadata, read_rollouts
+from outrider.viewer.records import (
+    TraceReader,
+    TraceRow,
+    evaluation_file,
+    parse_metadata,
+    path_to_leaf,
+    read_rollouts,
+)
 from outrider.viewer.run_reader import read_records
 
 if TYPE_CHECKING:
@@ -403,7 +410,8 @@ def _rollouts(
     rollouts = []
     for record in read_rollouts(run, evaluation_file(number)).to_pylist():
         seen[record["task_key"]] += 1
-        path = _path(rows, record["trace_id"], record["node_id"])
+        leaf = rows.get((record["trace_id"], record["node_id"]))  # a fault may have left none
+        path = [] if leaf is None else path_to_leaf(rows, leaf)
         first = next((i for i, row in enumerate(path) if row.origin in AFTER_POLICY), len(path))
         prompt = [message for row in path[:first] for message in node_messages(row, form)]
         answered = [message for row in path[first:] for message in node_messages(row, form)]
@@ -426,16 +434,6 @@ def _rollouts(
             )
         )
     return rollouts
-
-
-def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int) -> Sequence[TraceRow]:
-    """From the prompt to the rollout's last node; empty where a fault left none."""
-    path: list[TraceRow] = []
-    node = rows.get((trace_id, node_id))
-    while node is not None:
-        path.append(node)
-        node = rows.get((trace_id, node.parent_id))
-    return path[::-1]
 
 
 # An evaluation of ``outrider eval --tasks``, from its results, which have policy turns without tool results.

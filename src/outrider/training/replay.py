@@ -6,7 +6,7 @@ last one is repeated.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome, Task
-from outrider.viewer.records import TraceReader, TraceRow, last_episode
+from outrider.viewer.records import TraceReader, TraceRow, last_episode, whole_rollouts
 
 _COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
 _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
@@ -61,7 +61,7 @@ def replay_step(run: Path, step: int) -> int:
             "environment.max_batch_calls: which calls were refused depends on the whole batch, so single "
             "rollouts cannot be replayed"
         )
-    rollouts = [last_episode(path) for path in recorded_rollouts(TraceReader(run / "traces").read(step))]
+    rollouts = [last_episode(path) for path in whole_rollouts(TraceReader(run / "traces").read(step))]
     if not rollouts:
         raise DataError(f"step {step} of {run} holds no finished rollout")
     task_set = make_task_set(settings.environment)
@@ -82,21 +82,6 @@ def replay_step(run: Path, step: int) -> int:
     num_expected = len({path[-1].trace_id for path in rollouts}) * settings.algorithm.group_size
     _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
     return int(any(difference is not None for _, difference in results))
-
-
-def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[list[TraceRow]]:
-    """The rollouts of a trace file in its order, each with its rows from root to leaf."""
-    nodes = {(row.trace_id, row.node_id): row for row in rows}
-    for row in rows:
-        if row.outcome is None:
-            continue
-        path = [row]
-        while path[-1].parent_id != -1:
-            parent = nodes.get((row.trace_id, path[-1].parent_id))
-            if parent is None:
-                raise DataError(f"trace {row.trace_id}: node {path[-1].parent_id} is missing from the record")
-            path.append(parent)
-        yield path[::-1]
 
 
 def compare(

@@ -238,6 +238,27 @@ def parse_metadata(row: TraceRow) -> dict[str, Any]:
     return metadata if isinstance(metadata, dict) else {}
 
 
+def path_to_leaf(nodes: Mapping[tuple[str, int], TraceRow], leaf: TraceRow) -> list[TraceRow]:
+    """The rows from the root to a leaf, as far as they are in ``nodes`` (by trace and node id)."""
+    path = [leaf]
+    while (parent := nodes.get((leaf.trace_id, path[-1].parent_id))) is not None and len(path) <= len(nodes):
+        path.append(parent)
+    return path[::-1]
+
+
+def whole_rollouts(rows: Sequence[TraceRow]) -> Iterator[list[TraceRow]]:
+    """The rollouts of a trace file in its order, each with its rows from root to leaf. Raises DataError for a
+    missing node.
+    """
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
+    for row in rows:
+        if row.outcome is not None:
+            path = path_to_leaf(nodes, row)
+            if (missing := path[0].parent_id) != -1:
+                raise DataError(f"trace {row.trace_id}: node {missing} is missing from the record")
+            yield path
+
+
 def last_episode(path: Sequence[TraceRow]) -> Sequence[TraceRow]:
     """The rows of the last episode of a rollout (LaMer); all rows if it has one."""
     starts = [
@@ -343,14 +364,7 @@ def read_rollouts(run: Path, name: str) -> pa.Table:
 def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
     """Derive the rollouts that end at a leaf among these nodes, as far as version 1 recorded them."""
     nodes = {(row.trace_id, row.node_id): row for row in rows}
-    for leaf in rows:
-        if leaf.outcome is None:
-            continue
-        path, node = [leaf], leaf
-        while (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None and len(path) <= len(rows):
-            path.append(parent)
-            node = parent
-        yield rollout_row(path[::-1], leaf)
+    return (rollout_row(path_to_leaf(nodes, row), row) for row in rows if row.outcome is not None)
 
 
 def rollout_row(
