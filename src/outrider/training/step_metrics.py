@@ -4,7 +4,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, pstdev
@@ -358,14 +358,9 @@ _ORIGINS: Final[Mapping[str, Origin]] = {
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; means exclude faults."""
-    every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
-    scored = [
-        (leaf, path)
-        for trace in traces
-        for leaf, path in trace.own_rollouts()
-        if leaf.episode_return is not None
-    ]
-    outcomes = Counter(leaf.outcome for leaf in every)
+    every = [rollout for trace in traces for rollout in trace.own_rollouts()]
+    scored = [(leaf, path) for leaf, path in every if leaf.episode_return is not None]
+    outcomes = Counter(leaf.outcome for leaf, _ in every)
     metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
     metrics |= {
         "rollout/num": float(len(every)),
@@ -375,8 +370,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
     if not scored:
         return metrics
-    # a shared node was written once
-    nodes = list({id(node): node for _, path in scored for node in path}.values())
+    nodes = _unique_nodes(path for _, path in scored)
     policy = [node for node in nodes if node.trainable]
     returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
     # Per rollout: a node that several share counts in each.
@@ -464,14 +458,13 @@ def _num_executed_calls(paths: Sequence[Sequence[Node]]) -> float:
 def _num_discarded(traces: Sequence[Trace]) -> int:
     """Policy tokens that are in no rollout with a return, because a fault ended their try."""
     written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
-    paths = {
-        id(node): node
-        for trace in traces
-        for _, path in trace.scored_rollouts()
-        for node in path
-        if node.trainable
-    }
-    return written - sum(len(node.token_ids) for node in paths.values())
+    scored = _unique_nodes(path for trace in traces for _, path in trace.scored_rollouts())
+    return written - sum(len(node.token_ids) for node in scored if node.trainable)
+
+
+def _unique_nodes(paths: Iterable[Sequence[Node]]) -> list[Node]:
+    """The nodes of these paths; one that several rollouts share was written once."""
+    return list({id(node): node for path in paths for node in path}.values())
 
 
 def diversity(traces: Sequence[Trace]) -> float | None:
@@ -531,21 +524,15 @@ def retrieval_metrics(
     """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data
     are left out.
     """
-    rollouts = [
-        (leaf, path, trace.modes[leaf.rollout])
-        for trace in traces
-        for leaf, path in trace.rollouts()
-        if leaf.episode_return is not None
-    ]
-    retrieved = [
-        (leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)
-    ]
-    plain = [
-        (leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)
-    ]
-    num_hybrid = sum(has_part(mode, HYBRID) for _, _, mode in rollouts)
-    # a shared one was inserted once
-    nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())
+    rollouts = [rollout for trace in traces for rollout in trace.scored_rollouts()]
+    retrieved, plain = (
+        [(leaf, path) for leaf, path in rollouts if any(node.origin is Origin.BUFFER for node in path) is has]
+        for has in (True, False)
+    )
+    num_hybrid = sum(
+        has_part(trace.modes[leaf.rollout], HYBRID) for trace in traces for leaf, _ in trace.scored_rollouts()
+    )
+    nodes = _unique_nodes(path for _, path in rollouts)
     inserted = [node for node in nodes if node.origin is Origin.BUFFER]
     metrics = {
         "retrieval/num_inserted": float(len(inserted)),
