@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from keyword import iskeyword
 from math import isfinite
@@ -462,8 +462,7 @@ def _buffer(path: Path, folder: Path) -> Prepared:
     """Copy a consistent snapshot of the file, including removed steps."""
     copy = folder.with_name("copy.sqlite")  # SQLite puts files of its own beside what it reads
     copy_database(path, copy)
-    database = Database(copy, writable=False)
-    try:
+    with closing(Database(copy, writable=False)) as database:
         with database.guard() as db:
             check_schema(path, db)
         dim = int(meta(database, "dim"))
@@ -476,8 +475,6 @@ def _buffer(path: Path, folder: Path) -> Prepared:
             steps = db.execute("SELECT text, observation FROM steps")
             _require_no_secret(path, (text for row in steps for text in row))
         num_steps = int(meta(database, "num_steps"))
-    finally:
-        database.close()
     copy.rename(folder / "buffer.sqlite")
     counts = {"tasks": len({row[1] for row in rows}), "trajectories": len(rows), "steps": num_steps}
     return "step-trace buffer", counts, Counter(row[0] for row in rows)

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -393,11 +394,8 @@ def _environment(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], 
     try:
         settings = recorded_settings(run / "config.toml").environment
         form = settings.call_format
-        task_set = make_task_set(settings)
-        try:
+        with closing(make_task_set(settings)) as task_set:
             return {task.key: task.answers for task in task_set.tasks(split)}, form, []
-        finally:
-            task_set.close()
     except (OutriderError, OSError) as error:
         return {}, form, [f"without targets: {error}"]
 
@@ -486,12 +484,9 @@ def _summary(results: Sequence[SampleResult]) -> dict[str, float]:
 
 def _tasks(settings: EvalTasksSettings, panel_hash: str) -> tuple[Mapping[str, Task], list[str]]:
     try:
-        task_set = None if settings.environment is None else make_task_set(settings.environment)
-        try:
+        environment = settings.environment  # it may start a server
+        with nullcontext() if environment is None else closing(make_task_set(environment)) as task_set:
             eval_tasks = load_tasks(settings, task_set)
-        finally:
-            if task_set is not None:  # it may have started a server
-                task_set.close()
     except (OutriderError, OSError) as error:
         return {}, [f"without questions and targets: {error}"]
     if eval_tasks.panel_hash != panel_hash:

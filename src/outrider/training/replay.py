@@ -7,6 +7,7 @@ last one is repeated.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,13 +72,10 @@ def replay_step(run: Path, step: int) -> int:
             f"task {lost[0]} of the record is not in the training split any more "
             f"({plural(len(lost), 'such task')})"
         )
-    factory = task_set.make()
-    try:
+    with closing(task_set.make()) as factory:
         results = [
             (path[-1], _replay(path, tasks[path[-1].task_key], factory, settings, step)) for path in rollouts
         ]
-    finally:
-        factory.close()
     num_expected = len({path[-1].trace_id for path in rollouts}) * settings.algorithm.group_size
     _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
     return int(any(difference is not None for _, difference in results))
