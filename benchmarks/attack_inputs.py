@@ -25,7 +25,7 @@ from outrider.errors import OutriderError
 from outrider.memory.chat_files import import_trajectories
 from outrider.tokens import ChatRenderer
 from outrider.types import Message, Origin, Outcome
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 from outrider.viewer.report import write_report
 
 _GOOD = {"question": "q", "answer": "a", "messages": [{"role": "assistant", "content": "a"}], "reward": 1.0}
@@ -228,7 +228,7 @@ def page(seed: int) -> str:
                          origin=Origin.POLICY, text=text[i], tokens=(text[i],), logprobs=(-1.0,),
                          entropies=(1.0,), metadata=forked, **(ends if i else {}))
                 for i, parent in ((0, -1), (1, 0), (2, 0))]  # fmt: skip
-        TraceWriter(run / "traces").write(1, rows)
+        StepFiles(run / "traces").write_rows(step_file(1), rows, SCHEMA)
         written = write_report(run).read_text()
     parser = _Active()
     parser.feed(written)

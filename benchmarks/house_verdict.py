@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from outrider.evaluation.statistics import Estimate, student_interval
+from benchmarks.student import student_interval
+from outrider.evaluation.statistics import Estimate
 
 CEILING: Final = 0.25
 """Panel A after stage 0 from which the weights can hold the facts."""

@@ -41,9 +41,10 @@ from benchmarks.learning_tables import (
     seed_scores,
 )
 from benchmarks.markdown_table import MethodTable, markdown
+from benchmarks.student import student_interval
 from outrider.errors import ConfigError, OutriderError
 from outrider.evaluation.compare import compare
-from outrider.evaluation.statistics import ALPHA, DECIMALS, Estimate, mcnemar_p, student_interval, student_p
+from outrider.evaluation.statistics import ALPHA, DECIMALS, Estimate, mcnemar_p, student_p
 from outrider.files import replace_file
 from outrider.training.resume import read_commit
 

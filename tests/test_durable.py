@@ -14,7 +14,7 @@ from outrider.evaluation.compare_report import compare_runs
 from outrider.files import TEMPORARY, append, remove_leftovers, replace_file, replacing
 from outrider.memory.step_store import Database, copy_database
 from outrider.metrics.writer import MetricsWriter
-from outrider.viewer.records import TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, step_file
 from outrider.viewer.report import write_report
 
 
@@ -75,7 +75,7 @@ def test_appending_follows_no_link(tmp_path: Path, victim: Path) -> None:
 def test_traces_and_copies_of_buffers_follow_no_link(tmp_path: Path, victim: Path) -> None:
     for name in ("step-000001.parquet.tmp", ".copy.db.partial", "step-000001.parquet", "copy.db"):
         (tmp_path / name).symlink_to(victim)
-    TraceWriter(tmp_path).write(1, [])
+    StepFiles(tmp_path).write_rows(step_file(1), [], SCHEMA)
     Database(tmp_path / "a.db", writable=True).close()
     copy_database(tmp_path / "a.db", tmp_path / "copy.db")
     assert victim.read_text() == "precious"

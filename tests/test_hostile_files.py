@@ -29,7 +29,7 @@ from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.records import read_rows
 from outrider.training.settings import RunSettings
 from outrider.types import Message, Origin, Outcome, Step, Trajectory
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 from outrider.viewer.report import write_report
 
 DEEP = "[" * 100_000
@@ -216,7 +216,7 @@ TREES = {
 
 @pytest.mark.parametrize("name", TREES)
 def test_no_trace_breaks_the_report(tmp_path: Path, name: str) -> None:
-    TraceWriter(tmp_path / "traces").write(1, TREES[name])
+    StepFiles(tmp_path / "traces").write_rows(step_file(1), TREES[name], SCHEMA)
     page = write_report(tmp_path).read_text()
     assert "left out" in page or name not in ("comb", "leaf on leaf", "cycle")
 

@@ -12,7 +12,7 @@ from benchmarks.diversity import main
 from benchmarks.diversity_clusters import Points, count, num_clusters, projected, steps_by_task
 
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 
 needs_sklearn = pytest.mark.skipif(
     find_spec("sklearn") is None, reason="the extra 'diversity' is not installed"
@@ -53,7 +53,7 @@ def mapped(rows: list[TraceRow]) -> list[dict[str, object]]:
 
 
 def made_run(folder: Path, *rollouts: list[TraceRow]) -> str:
-    TraceWriter(folder / "traces").write(1, [row for rows in rollouts for row in rows])
+    StepFiles(folder / "traces").write_rows(step_file(1), [row for rows in rollouts for row in rows], SCHEMA)
     (folder / "config.toml").write_text("seed = 0\n")
     return str(folder)
 

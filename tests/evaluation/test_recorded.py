@@ -21,7 +21,7 @@ from outrider.rollout.settings import Limits
 from outrider.trace import Trace
 from outrider.training.step_records import trace_rows
 from outrider.types import Origin, Step, Task, Trajectory
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, evaluation_file
 from tests.rollout.fakes import TOKENIZER, Factory, Fake, say, scheduler, scripted, tasks
 
 
@@ -91,10 +91,10 @@ def run_of(folder: Path, *splits: str) -> Path:
     run.mkdir()
     (run / "config.toml").write_text("")
     rows: list[TraceRow] = list(trace_rows(played_with_retrieval(folder), step=0, tokenizer=TOKENIZER).nodes)
-    writer = TraceWriter(run / "traces")
+    writer = StepFiles(run / "traces")
     lines = []
     for number, split in enumerate(splits):
-        writer.write_evaluation(number, rows)
+        writer.write_rows(evaluation_file(number), rows, SCHEMA)
         lines.append(json.dumps({"step": number, "split": split}) + "\n")
     (run / "evaluations.jsonl").write_text("".join(lines))
     return run

@@ -25,6 +25,7 @@ from outrider.evaluation.statistics import (
     verdict,
 )
 from outrider.seeding import stream
+from tests.evaluation.test_statistics import num_draws
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,8 @@ def test_equal_algorithms_seldom_have_a_winner_and_different_ones_do(seed_spread
                 simulated(n, c, seed_spread=seed_spread, rng=rng) for n, c in (("a", gap), ("b", 0.0))
             )
             test = paired_test(first.scores.mean(axis=0), second.scores.mean(axis=0), seed=0)
-            difference = iqm_difference(first, second, seed=0, num_draws=300)
+            with num_draws(300):
+                difference = iqm_difference(first, second, seed=0)
             found = verdict(
                 first,
                 second,
@@ -300,7 +302,8 @@ def test_equal_groups_of_three_seeds_that_differ_much_seldom_have_a_winner(draw:
         )
         found = []
         for (first, second), p in zip(pairs, holm([seeds_p(*pair) for pair in pairs]), strict=True):
-            difference = iqm_difference(first, second, seed=0, num_draws=200)
+            with num_draws(200):
+                difference = iqm_difference(first, second, seed=0)
             test = PairedTest(name="sign flips", p=1e-4, num_tasks=200, mean_difference=difference.value)
             found.append([
                 verdict(first, second, difference=difference, test=test, p_corrected=1e-4, p_seeds=one).winner

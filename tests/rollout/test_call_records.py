@@ -19,7 +19,16 @@ from outrider.trace import Trace
 from outrider.training.async_rollouts import group_to_dict, read_group
 from outrider.training.step_records import trace_rows
 from outrider.types import CallRecord, Origin, Outcome, Task, ToolSchema
-from outrider.viewer.records import RolloutWriter, TraceReader, TraceWriter, parse_metadata, read_rollouts
+from outrider.viewer.records import (
+    ROLLOUT_SCHEMA,
+    ROLLOUTS,
+    SCHEMA,
+    StepFiles,
+    TraceReader,
+    parse_metadata,
+    read_rollouts,
+    step_file,
+)
 from tests.rollout.fakes import END, TOKENIZER, Factory, Fake, say, scheduler, scripted
 
 TASK = Task(key="t", question="q", answers=("Paris", "Paris, France"))
@@ -125,8 +134,8 @@ def test_a_checkpoint_keeps_the_records_of_calls_and_of_the_return(trace: Trace)
 
 def test_rows_explain_the_return_and_count_failed_calls(trace: Trace, tmp_path: Path) -> None:
     rows = trace_rows([trace], step=1, tokenizer=TOKENIZER)
-    TraceWriter(tmp_path / "traces").write(1, rows.nodes)
-    RolloutWriter(tmp_path).write(1, rows.rollouts)
+    StepFiles(tmp_path / "traces").write_rows(step_file(1), rows.nodes, SCHEMA)
+    StepFiles(tmp_path / ROLLOUTS).write_rows(step_file(1), rows.rollouts, ROLLOUT_SCHEMA)
     ended, lost = read_rollouts(tmp_path, "step-000001.parquet").to_pylist()
     assert (ended["outcome"], lost["outcome"]) == (Outcome.FINISHED, Outcome.TOOL_FAULT)
     explained = {name: ended[name] for name in ("targets", "answer", "reward_parts", "reason")}

@@ -170,6 +170,7 @@ class Run:
             settings=SimpleNamespace(
                 train=train, seed=5, cluster=SimpleNamespace(max_staleness=self.staleness),
                 environment=SimpleNamespace(max_batch_calls=options.get("max_calls")),
+                algorithm=SimpleNamespace(tip_memory=None),
             ),
             algorithm=Plain((memory,), options.get("choices", {})), train_tasks=TASKS,
             remote=SimpleNamespace(pool=self.pool),

@@ -123,10 +123,12 @@ def test_a_real_expert_gets_the_real_return() -> None:
     factory = factbook.make()
     task = factbook.tasks("train")[0]
     play = play_expert(factbook, factory, task, settings)
-    assert play is not None and play.success and play.trajectory.reward == 1.0
+    assert play is not None
+    trajectory, is_solved = play
+    assert is_solved and trajectory.reward == 1.0
     claimed = factbook.expert(task, 0)
-    assert claimed is not None and play.trajectory.steps == tuple(claimed)
-    assert [message.role for message in play.trajectory.prompt] == ["system", "user"]
+    assert claimed is not None and trajectory.steps == tuple(claimed)
+    assert [message.role for message in trajectory.prompt] == ["system", "user"]
     factory.close()
 
 

@@ -129,4 +129,4 @@ def test_an_expert_path_belongs_to_the_episode_that_is_played(step: int) -> None
     )  # fmt: skip
     assert trace.leaves[0].success and trace.leaves[0].episode_return == 2.0
     played = play_expert(family, family.make(), task, chosen)
-    assert played is not None and played.success
+    assert played is not None and played[1]

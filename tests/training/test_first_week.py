@@ -24,7 +24,7 @@ from outrider.environments.base import EnvironmentSettings
 from outrider.environments.tool_qa.environment import ToolsConfig, system_prompt
 from outrider.errors import CheckpointError, ConfigError, DataError
 from outrider.evaluation.packs import copy_checkpoints
-from outrider.training.data import kind_of_tasks, num_training_tasks, repetition_lines
+from outrider.training.data import kind_of_tasks, repetition_lines, shared_tasks
 from outrider.training.export import export_run
 from outrider.types import Task
 from outrider.viewer.answers import Catalogue
@@ -284,14 +284,14 @@ def test_questions_are_compared_after_normalisation() -> None:
         return Task(key=key, question=question, answers=answers)
 
     train = [task("How  many?", "1"), task("Which one?", "2")]
-    assert num_training_tasks(train, [task("how many", "9"), task("Which two?", "2")]) == 1
+    assert len(shared_tasks(train, [task("how many", "9"), task("Which two?", "2")])) == 1
     # the same question with the same answer in a file with other columns
     row = Task(key="1", question="Which one?", answers=("2", "two"), metadata={"split": "test"})
-    assert num_training_tasks(train, [row]) == 1
-    assert num_training_tasks(train, [replace(row, answers=("3",))]) == 0
+    assert len(shared_tasks(train, [row])) == 1
+    assert len(shared_tasks(train, [replace(row, answers=("3",))])) == 0
     # of a simulator what is said first may be the same for many tasks
-    assert num_training_tasks([task("Look.", key="a")], [task("Look.", key="b")]) == 0
-    assert num_training_tasks([task("Look.", key="a")], [task("Look.", key="a")]) == 1
+    assert len(shared_tasks([task("Look.", key="a")], [task("Look.", key="b")])) == 0
+    assert len(shared_tasks([task("Look.", key="a")], [task("Look.", key="a")])) == 1
     assert [kind_of_tasks(4, num) for num in (0, 1, 4)] == [
         "held-out tasks", "tasks, 1 of them training tasks", "training tasks",
     ]  # fmt: skip

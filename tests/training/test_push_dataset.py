@@ -22,7 +22,7 @@ from outrider.memory.chat_files import import_trajectories
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceReader, TraceRow, step_file
 from tests.hub_server import Hub, Repository, hub_server
 from tests.memory.builders import make_trajectory
 
@@ -55,7 +55,7 @@ def buffer_at(path: Path, *texts: str) -> Path:
 def traces_at(folder: Path, text: str = "hello") -> Path:
     row = TraceRow(step=1, task_key="t", trace_id="t", node_id=0, parent_id=-1, rollout=0,
                    origin=Origin.PROMPT, text=text, outcome=Outcome.FINISHED, episode_return=1.0)  # fmt: skip
-    TraceWriter(folder).write(1, [row])
+    StepFiles(folder).write_rows(step_file(1), [row], SCHEMA)
     return folder
 
 

@@ -13,13 +13,16 @@ import outrider
 from outrider.memory.tips import MemoryChange
 from outrider.runs import Run
 from outrider.viewer.records import (
+    MEMORY,
     MEMORY_SCHEMA,
     ROLLOUT_SCHEMA,
     SCHEMA,
-    MemoryWriter,
+    StepFiles,
     TraceReader,
+    changes_to_table,
     read_changes,
     rows_to_table,
+    step_file,
 )
 from tests.training.recorded_run import REASON, record_run
 
@@ -120,8 +123,7 @@ def test_memory_changes_lead_to_what_the_checkpoint_holds(run: Run) -> None:
 
 def test_an_eviction_is_a_change(tmp_path: Path) -> None:
     gone = MemoryChange(memory="tips", change="removed", version=3, key="a", item_id=0, text="old\ud800")
-    assert MemoryWriter(tmp_path).write(1, []) is None
-    MemoryWriter(tmp_path).write(2, [gone])
+    StepFiles(tmp_path / MEMORY).write_table(step_file(2), changes_to_table(2, [gone]))
     [(step, read)] = list(read_changes(tmp_path, until=9))
     assert (step, read.change, read.text) == (2, "removed", "old\\ud800")
     assert list(read_changes(tmp_path, until=1)) == []

@@ -24,7 +24,7 @@ from outrider.training.replay import replay_step
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import trace_rows
 from outrider.types import Message, Origin, Outcome
-from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceReader, TraceRow, step_file
 from tests.tiny import tiny_tokenizer
 from tests.toy import ToyEnvironment, ToyTaskSet
 
@@ -108,7 +108,9 @@ def record(
     report = scheduler.run(family.tasks("train"), modes=("x",) * 7, training_step=STEP - 1)
     run.mkdir()
     (run / "config.toml").write_text(to_toml(settings.model_dump(mode="json")))
-    TraceWriter(run / "traces").write(STEP, trace_rows(report.traces, step=STEP, tokenizer=TOKENIZER).nodes)
+    StepFiles(run / "traces").write_rows(
+        step_file(STEP), trace_rows(report.traces, step=STEP, tokenizer=TOKENIZER).nodes, SCHEMA
+    )
     return report.traces
 
 
@@ -315,6 +317,6 @@ def test_markup_in_texts_is_shown_as_it_is(family: ToyTaskSet, tmp_path: Path, c
 
 def change(run: Path, edit: Any, origin: Origin | None = None) -> None:
     rows = TraceReader(run / "traces").read(STEP)
-    TraceWriter(run / "traces").write(
-        STEP, [edit(row) if origin in (None, row.origin) else row for row in rows]
+    StepFiles(run / "traces").write_rows(
+        step_file(STEP), [edit(row) if origin in (None, row.origin) else row for row in rows], SCHEMA
     )

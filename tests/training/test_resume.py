@@ -55,16 +55,16 @@ def kill_while_a_checkpoint_is_written(step: int, _: Path) -> None:
 
 def kill_while_a_step_is_recorded(step: int, _: Path) -> None:
     """In the child: weights, memories and the buffer have changed, and a part of the records is written."""
-    from outrider.viewer.records import TraceWriter
+    from outrider.viewer.records import SCHEMA, StepFiles, step_file
 
-    write = TraceWriter.write
+    write = StepFiles.write_rows
 
-    def killed(self: TraceWriter, number: int, rows: object) -> None:
-        if number == step:
+    def killed(self: StepFiles, name: str, rows: object, schema: object) -> None:
+        if schema is SCHEMA and name == step_file(step):
             os.kill(os.getpid(), signal.SIGKILL)
-        write(self, number, rows)  # type: ignore[arg-type]
+        write(self, name, rows, schema)  # type: ignore[arg-type]
 
-    TraceWriter.write = killed  # type: ignore[method-assign, assignment]
+    StepFiles.write_rows = killed  # type: ignore[method-assign, assignment]
 
 
 def test_a_killed_run_ends_in_the_same_bits(root: Path) -> None:

@@ -25,7 +25,7 @@ from outrider.algorithms.rollout_replay import RolloutReplay
 from outrider.config import validate
 from outrider.rollout.scheduler import RolloutReport
 from outrider.seeding import stream
-from outrider.training.data import SampledStep, TaskOrder, play_rounds, play_step, sample_rounds
+from outrider.training.data import SampledStep, TaskOrder, play_step
 from outrider.types import Task
 from tests.algorithms.builders import Rollout, build_trace, build_traces
 
@@ -102,19 +102,26 @@ class FakeScheduler:
         )
 
 
-def chosen_by(rule: DynamicSamplingSettings | None) -> TaskChoice:
-    """Four groups, as GRPO chooses them."""
-    page = Grpo(GrpoSettings(dynamic_sampling=rule))
-    return page.choose_tasks(order(12, 4).tasks, step=0, num_groups=4)
+class Numbered(Grpo):
+    """Modes with the number of the group, and fixed tasks if there are some."""
+
+    def __init__(self, rule: DynamicSamplingSettings | None, tasks: Sequence[Task] | None = None) -> None:
+        super().__init__(GrpoSettings(dynamic_sampling=rule))
+        self.tasks = tasks
+
+    def modes_of(self, step: int, group: int) -> Sequence[str]:
+        return (str(group),)
+
+    def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
+        if self.tasks is not None:
+            return TaskChoice(num_groups=len(self.tasks), tasks=self.tasks)
+        return super().choose_tasks(tasks, step=step, num_groups=num_groups)
 
 
 def play(
     scheduler: Any, *, num_tasks: int = 12, rule: DynamicSamplingSettings | None, cursor: int = 0
 ) -> SampledStep:
-    rounds = sample_rounds(
-        order(num_tasks, 4), cursor=cursor, choice=chosen_by(rule), modes=lambda group: (str(group),)
-    )
-    return play_rounds(scheduler, rounds, step=0)
+    return play_step(parts_of(Numbered(rule), num_tasks), scheduler, step=0, cursor=cursor)
 
 
 def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
@@ -143,20 +150,17 @@ def test_groups_without_spread_are_replaced_by_as_many_further_tasks() -> None:
     assert [trace.task.key for trace in again.traces] == flat
 
 
-def test_a_group_that_replaces_another_one_has_its_share_of_help() -> None:
+def test_a_group_that_replaces_another_one_has_its_share_of_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the groups that are trained have exact shares, however many were dropped."""
     scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
     helped: list[tuple[int, int]] = []
 
-    def with_help(modes: Sequence[str], group: int) -> Sequence[str]:
+    def with_help(modes: Sequence[str], settings: object, *, group: int, **options: object) -> Sequence[str]:
         helped.append((int(modes[0]), group))
         return modes
 
-    rounds = sample_rounds(
-        order(12, 4), cursor=0, choice=chosen_by(DynamicSamplingSettings(max_extra_batches=9)),
-        modes=lambda group: (str(group),), with_help=with_help,
-    )  # fmt: skip
-    step = play_rounds(scheduler, rounds, step=0)  # type: ignore[arg-type]
+    monkeypatch.setattr("outrider.training.data.with_helped_mode", with_help)
+    step = play(scheduler, rule=DynamicSamplingSettings(max_extra_batches=9))
     own, places = zip(*helped, strict=True)
     assert own == tuple(range(len(step.traces))) and places[:4] == (0, 1, 2, 3)
     chosen = [
@@ -172,21 +176,21 @@ def test_every_round_is_prepared_before_its_rollouts() -> None:
     scheduler = FakeScheduler(lambda task, call: [0.0, 1.0] if task % 3 == 0 else [1.0, 1.0])
     prepared: list[list[str]] = []
 
-    def prepare(tasks: Sequence[Task], modes: Sequence[Sequence[str]]) -> list[str]:
-        assert len(prepared) == len(scheduler.calls)  # before the rollouts of the round
-        begin = sum(map(len, prepared))
-        assert modes == [(str(begin + number),) for number in range(len(tasks))]
-        prepared.append([task.key for task in tasks])
-        return ["an expert failed"]
+    class Prepared(Numbered):
+        def prepare(
+            self, tasks: Sequence[Task], modes: Sequence[Sequence[str]], **options: object
+        ) -> list[str]:
+            assert len(prepared) == len(scheduler.calls)  # before the rollouts of the round
+            begin = sum(map(len, prepared))
+            assert modes == [(str(begin + number),) for number in range(len(tasks))]
+            prepared.append([task.key for task in tasks])
+            return ["an expert failed"]
 
-    rules = (DynamicSamplingSettings(), None)
-    for choice in (*map(chosen_by, rules), TaskChoice(num_groups=2, tasks=order(12, 4).tasks[:2])):
+    rule = DynamicSamplingSettings()
+    for algorithm in (Prepared(rule), Prepared(None), Prepared(rule, order(12, 4).tasks[:2])):
         scheduler.calls.clear()
         prepared.clear()
-        rounds = sample_rounds(
-            order(12, 4), cursor=0, choice=choice, modes=lambda group: (str(group),), prepare=prepare
-        )
-        step = play_rounds(scheduler, rounds, step=0)  # type: ignore[arg-type]
+        step = play_step(parts_of(algorithm), scheduler, step=0, cursor=0)  # type: ignore[arg-type]
         assert prepared == scheduler.calls and prepared
         assert step.faults["expert"] == len(prepared)
         assert step.fault_reasons.count("an expert failed") == len(prepared)
@@ -250,13 +254,13 @@ class Chosen(FakeScheduler):
         return super().run(tasks, modes=modes, training_step=training_step, continued=continued)
 
 
-def parts_of(algorithm: Any) -> Any:
+def parts_of(algorithm: Any, num_tasks: int = 12) -> Any:
     run = SimpleNamespace(
         seed=3,
         train=SimpleNamespace(tasks_per_step=4, stages=()),
         algorithm=SimpleNamespace(distill=None, tip_memory=None),
     )
-    return SimpleNamespace(settings=run, algorithm=algorithm, train_tasks=order(12, 4).tasks)
+    return SimpleNamespace(settings=run, algorithm=algorithm, train_tasks=order(num_tasks, 4).tasks)
 
 
 def test_a_step_is_played_by_the_run_s_settings() -> None:

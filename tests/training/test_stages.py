@@ -68,7 +68,9 @@ def played(
     """The keys of every step's groups, the cursor carried from step to step."""
     algorithm, steps, cursor = Asked(), [], 0
     parts: Any = SimpleNamespace(
-        settings=SimpleNamespace(train=train_settings, seed=seed), train_tasks=tasks, algorithm=algorithm
+        settings=SimpleNamespace(train=train_settings, seed=seed, algorithm=SimpleNamespace(tip_memory=None)),
+        train_tasks=tasks,
+        algorithm=algorithm,
     )
     for step in range(train_settings.num_steps):
         sampled = play_step(parts, Plays(), step=step, cursor=cursor)  # type: ignore[arg-type]

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import RolloutRow, RolloutWriter, TraceRow, TraceWriter
+from outrider.viewer.records import (
+    ROLLOUT_SCHEMA,
+    ROLLOUTS,
+    SCHEMA,
+    RolloutRow,
+    StepFiles,
+    TraceRow,
+    step_file,
+)
 
 NUM_STEPS = 24
 NUM_GROUPS, GROUP_SIZE = 4, 8
@@ -79,7 +87,7 @@ def write_traces(
 ) -> None:
     """Turns with words of their task among common ones. ``template`` is the share of rollouts of the later
     half that are the same sentence for every task."""
-    draw, writer, steps = random.Random(seed), TraceWriter(run / "traces"), list(steps)
+    draw, writer, steps = random.Random(seed), StepFiles(run / "traces"), list(steps)
     for step in steps:
         rows = []
         for task in draw.sample(range(50), NUM_GROUPS):
@@ -95,7 +103,7 @@ def write_traces(
                         parent_id=-1, rollout=rollout, origin=Origin.POLICY, text=" ".join(words),
                     )
                 )  # fmt: skip
-        writer.write(step, rows)
+        writer.write_rows(step_file(step), rows, SCHEMA)
 
 
 def rollout(step: int, group: int, number: int, episode_return: float | None, **fields: object) -> RolloutRow:
@@ -113,7 +121,7 @@ def write_rollouts(run: Path, rows: Iterable[RolloutRow]) -> None:
     for row in rows:
         by_step.setdefault(row.step, []).append(row)
     for step, part in by_step.items():
-        RolloutWriter(run).write(step, part)
+        StepFiles(run / ROLLOUTS).write_rows(step_file(step), part, ROLLOUT_SCHEMA)
 
 
 def write_records(run: Path, name: str, values: Iterable[float | None], *, config: str = "") -> Path:

@@ -7,7 +7,15 @@ from outrider.metrics import MetricsWriter
 from outrider.types import Origin, Outcome
 from outrider.viewer.effects import Effect
 from outrider.viewer.findings import Finding
-from outrider.viewer.records import RolloutRow, RolloutWriter, TraceRow, TraceWriter
+from outrider.viewer.records import (
+    ROLLOUT_SCHEMA,
+    ROLLOUTS,
+    SCHEMA,
+    RolloutRow,
+    StepFiles,
+    TraceRow,
+    step_file,
+)
 
 Node = tuple[Origin, str, dict[str, object]]  # with its text and metadata
 STEPS, GROUPS, SIZE = 6, 4, 8
@@ -105,8 +113,8 @@ def _write_step(run: Path, metrics: MetricsWriter, step: int, *, is_bad: bool) -
                     )
                 )  # fmt: skip
                 parent = node_id
-    RolloutWriter(run).write(step, rollouts)
-    TraceWriter(run / "traces").write(step, nodes)
+    StepFiles(run / ROLLOUTS).write_rows(step_file(step), rollouts, ROLLOUT_SCHEMA)
+    StepFiles(run / "traces").write_rows(step_file(step), nodes, SCHEMA)
     num_cut = sum(row.outcome is Outcome.TRUNCATED_TURNS for row in rollouts)
     solved = sum(bool(row.success) for row in rollouts) / len(rollouts)
     values = {

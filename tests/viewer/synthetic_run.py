@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)>\"'&"
 
@@ -120,7 +120,11 @@ def write_run(run_dir: Path, *, num_steps: int = 60, num_tokens: int = 60) -> Pa
     write_config(run_dir)
     write_metrics(run_dir, num_steps)
     write_evaluations(run_dir)
-    writer = TraceWriter(run_dir / "traces")
+    writer = StepFiles(run_dir / "traces")
     for step in (1, 2, num_steps // 2, num_steps):
-        writer.write(step, [row for index in range(4) for row in trace(step, index, num_tokens=num_tokens)])
+        writer.write_rows(
+            step_file(step),
+            [row for index in range(4) for row in trace(step, index, num_tokens=num_tokens)],
+            SCHEMA,
+        )
     return run_dir

@@ -13,7 +13,7 @@ from outrider.training.setup import run_training
 from outrider.types import Origin
 from outrider.viewer.advantages import explain_advantages
 from outrider.viewer.answers import group_view
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 from tests.training.tool_run import write_tool_run
 from tests.viewer.made_up_runs import rollout, write_rollouts
 
@@ -115,7 +115,7 @@ def test_a_group_with_a_mean_of_zero_has_no_explanation(tmp_path: Path) -> None:
         step=1, task_key="task-0", trace_id="1/0", node_id=0, parent_id=-1, rollout=0,
         origin=Origin.PROMPT, text="x",
     )  # fmt: skip
-    TraceWriter(tmp_path / "traces").write(1, [node])
+    StepFiles(tmp_path / "traces").write_rows(step_file(1), [node], SCHEMA)
     assert group_view(tmp_path, "step-000001", "1/0")["advantages"] is None
 
 

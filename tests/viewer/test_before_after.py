@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceReader, TraceRow, evaluation_file, step_file
 from outrider.viewer.report import pick_before_after
 from outrider.viewer.run_reader import Evaluation
 
@@ -46,9 +46,9 @@ AFTER = {"a": 0.0, "b": 1.0, "c": 1.0}
 
 @pytest.fixture
 def evaluations(tmp_path: Path) -> list[Evaluation]:
-    writer = TraceWriter(tmp_path)
-    writer.write_evaluation(1, _rows(0, BEFORE))
-    writer.write_evaluation(2, _rows(5, AFTER))
+    writer = StepFiles(tmp_path)
+    writer.write_rows(evaluation_file(1), _rows(0, BEFORE), SCHEMA)
+    writer.write_rows(evaluation_file(2), _rows(5, AFTER), SCHEMA)
     return [
         _evaluation("before training", 0, BEFORE),
         _evaluation("cold", 0, BEFORE),
@@ -89,6 +89,6 @@ def test_a_damaged_file_is_a_note(tmp_path: Path, evaluations: list[Evaluation])
 
 
 def test_evaluations_are_no_training_steps(tmp_path: Path, evaluations: list[Evaluation]) -> None:
-    TraceWriter(tmp_path).write(5, _rows(5, AFTER))
+    StepFiles(tmp_path).write_rows(step_file(5), _rows(5, AFTER), SCHEMA)
     assert TraceReader(tmp_path).steps() == (5,)
-    assert TraceWriter(tmp_path).resume(0) == 1 and TraceReader(tmp_path).read_evaluation(2)
+    assert StepFiles(tmp_path).resume(0) == 1 and TraceReader(tmp_path).read_evaluation(2)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.viewer import overview as module
 from outrider.viewer.overview import overview
-from outrider.viewer.records import TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, step_file
 from outrider.viewer.report import write_report
 from outrider.viewer.run_reader import read_run
 from outrider.viewer.search import RolloutIndex
@@ -124,7 +124,7 @@ def test_tool_calls_are_counted_by_status_and_old_runs_have_none(bad: str, tmp_p
 
 def test_refused_calls_are_not_a_share_of_executed_ones(tmp_path: Path) -> None:
     write_rollouts(tmp_path, [rollout(1, 0, 0, 0.0, num_calls=1, num_failed_calls=3)])
-    TraceWriter(tmp_path / "traces").write(1, [])
+    StepFiles(tmp_path / "traces").write_rows(step_file(1), [], SCHEMA)
     text = answer(page_of(tmp_path), "Which tool calls failed?")
     assert "of all rollouts: 3 failed or refused, 1 executed." in text
 

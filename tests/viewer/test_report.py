@@ -11,7 +11,7 @@ import pytest
 
 from outrider.metrics import MetricsWriter
 from outrider.types import Origin
-from outrider.viewer.records import TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, step_file
 from outrider.viewer.report import MAX_BYTES, write_report
 from outrider.viewer.report_parts import ENTROPY_EDGES, pick_samples
 from tests.viewer.synthetic_run import HOSTILE, trace, write_config, write_run
@@ -209,12 +209,16 @@ def odd_evaluations(run: Path) -> None:
 
 
 def orphan_nodes(run: Path) -> None:
-    TraceWriter(run / "traces").write(60, [row for row in trace(60, 1) if row.origin is not Origin.PROMPT])
+    StepFiles(run / "traces").write_rows(
+        step_file(60), [row for row in trace(60, 1) if row.origin is not Origin.PROMPT], SCHEMA
+    )
 
 
 def circular_nodes(run: Path) -> None:
     leaf = next(row for row in trace(60, 1) if row.outcome is not None)
-    TraceWriter(run / "traces").write(60, [dataclasses.replace(leaf, parent_id=leaf.node_id)])
+    StepFiles(run / "traces").write_rows(
+        step_file(60), [dataclasses.replace(leaf, parent_id=leaf.node_id)], SCHEMA
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,9 @@ def test_a_run_before_its_first_evaluation_is_healthy(tmp_path: Path) -> None:
 
 
 def test_samples_compare_best_and_worst_of_both_kinds(tmp_path: Path) -> None:
-    TraceWriter(tmp_path).write(1, [row for index in range(4) for row in trace(1, index)])
+    StepFiles(tmp_path).write_rows(
+        step_file(1), [row for index in range(4) for row in trace(1, index)], SCHEMA
+    )
     samples = pick_samples(tmp_path, [])
     assert [(s.leaf.hybrid, s.leaf.episode_return) for s in samples[:4]] == [
         (True, 0.3),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceReader, TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceReader, TraceRow, step_file
 
 
 def row(step: int = 1, node_id: int = 0, **fields: object) -> TraceRow:
@@ -48,12 +48,12 @@ def rows(draw: st.DrawFn) -> TraceRow:
 @given(st.lists(rows(), max_size=5))
 def test_round_trip(written: list[TraceRow]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        TraceWriter(Path(folder)).write(1, written)
+        StepFiles(Path(folder)).write_rows(step_file(1), written, SCHEMA)
         assert TraceReader(Path(folder)).read(1) == tuple(written)
 
 
 def test_a_lone_surrogate_is_spelled_out_and_nan_survives(tmp_path: Path) -> None:
-    TraceWriter(tmp_path).write(1, [row(text="a\ud800b", episode_return=math.nan)])
+    StepFiles(tmp_path).write_rows(step_file(1), [row(text="a\ud800b", episode_return=math.nan)], SCHEMA)
     (read,) = TraceReader(tmp_path).read(1)
     assert read.text == "a\\ud800b"
     assert read.episode_return is not None
@@ -67,16 +67,10 @@ def test_values_must_belong_to_policy_tokens() -> None:
         row(origin=Origin.BUFFER, tokens=("a",), logprobs=(-0.1,), entropies=(0.2,))
 
 
-def test_rows_of_another_step_are_refused_and_leave_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="another step"):
-        TraceWriter(tmp_path).write(2, [row(step=1)])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_resume_removes_later_steps_and_temporary_files_only(tmp_path: Path) -> None:
-    writer = TraceWriter(tmp_path)
+    writer = StepFiles(tmp_path)
     for step in (1, 2, 10, 1_000_000):
-        writer.write(step, [row(step=step)])
+        writer.write_rows(step_file(step), [row(step=step)], SCHEMA)
     (tmp_path / "step-000003.parquet.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     assert writer.resume(2) == 3
@@ -95,7 +89,7 @@ def test_a_kill_before_the_rename_leaves_no_step(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            TraceWriter(tmp_path).write(1, [row()])
+            StepFiles(tmp_path).write_rows(step_file(1), [row()], SCHEMA)
     assert TraceReader(tmp_path).steps() == ()
 
 
@@ -103,7 +97,7 @@ def test_missing_and_damaged_files_are_data_errors_that_name_the_file(tmp_path: 
     reader = TraceReader(tmp_path)
     with pytest.raises(DataError, match=r"step-000001\.parquet"):
         reader.read(1)
-    path = TraceWriter(tmp_path).write(1, [row()])
+    path = StepFiles(tmp_path).write_rows(step_file(1), [row()], SCHEMA)
     whole = path.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"PAR1 nonsense"):
         path.write_bytes(content)

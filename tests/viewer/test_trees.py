@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import TraceRow, TraceWriter
+from outrider.viewer.records import SCHEMA, StepFiles, TraceRow, step_file
 from outrider.viewer.report_parts import Branch, pick_trees
 
 
@@ -24,7 +24,7 @@ def row(
 
 
 def written(folder: Path, rows: list[TraceRow]) -> Path:
-    TraceWriter(folder).write(1, rows)
+    StepFiles(folder).write_rows(step_file(1), rows, SCHEMA)
     return folder
 
 

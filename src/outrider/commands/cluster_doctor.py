@@ -11,7 +11,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -119,16 +119,13 @@ class _ClusterChecks:
             settings = _settings(folder, self._address, num_trainers=2)
             with open_cluster(settings) as cluster:
                 for start in (local_learner, partial(start_ranks, cluster=cluster)):
-                    learner = start(settings, initial=False)
-                    try:
+                    with closing(start(settings, initial=False)) as learner:
                         groups = [_group(number) for number in range(4)]
                         result = learner.update(
                             groups, _MinimalAlgorithm(settings), on_batch=lambda num_tokens: None
                         )
                         # missing if the step was skipped
                         norms.append(result.metrics.get("grad/norm", math.nan))
-                    finally:
-                        learner.close()
         deviation = abs(norms[1] / norms[0] - 1.0)
         if not deviation < _TOLERANCE:
             raise ClusterFault(f"its norm is {norms[1]:.6g}, and {norms[0]:.6g} in one process")
@@ -146,16 +143,13 @@ class _ClusterChecks:
                     start_remote=partial(start_rollout_processes, cluster=cluster, folder=folder),
                 )  # fmt: skip
                 assert parts.remote is not None
-                try:
+                with closing(parts.factory), closing(parts.remote):
                     started_s = time.perf_counter() - start_time
                     parts.engine.load(1)
                     result = parts.learner.update(
                         [], parts.algorithm, on_batch=lambda num_tokens: None, version=1,
                         probes=probes(parts.engine, _group(0), num=2),
                     )  # fmt: skip
-                finally:
-                    parts.remote.close()
-                    parts.factory.close()
         mismatch = result.metrics["gap/logprob_max"]
         if not mismatch < 1e-3:
             raise ClusterFault(f"an engine's log-probs are {mismatch:.2g} nats off the trainer's")

@@ -6,6 +6,7 @@ describe the work of a step.
 import logging
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -52,13 +53,10 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
     evaluation. Raises EnvironmentFault for whatever breaks in an environment.
     """
     try:
-        environment = factory(task)
-        try:
+        with closing(factory(task)) as environment:
             episode = open_episode(environment)
             messages = episode.start(reset_seed(run_seed, step, task.key))
             tools = tuple(episode.tools)
-        finally:
-            environment.close()
     except OutriderError:
         raise
     except Exception as error:  # a plug-in may raise anything
@@ -137,10 +135,8 @@ def _checks(settings: "RunSettings") -> Iterator[str]:
         yield f"model: {model_source}"
         return
     task_set = _call_plugin("the environment cannot be built", lambda: make_task_set(settings.environment))
-    try:
+    with closing(task_set):
         prompt = yield from _tasks(settings, task_set)
-    finally:
-        task_set.close()
     yield f"model: {model_source}"
     if prompt is None:
         if folder is not None:
@@ -202,16 +198,13 @@ def _tasks(settings: "RunSettings", task_set: TaskSet) -> Generator[str, None, F
     if environment.keeps_conversations and environment.rebuilt_prompt_tokens is None:
         yield "first prompt: written by the program; outrider prompt RECIPE starts it"
         return None
-    factory = _call_plugin("the environment cannot start", task_set.make)
-    try:
+    with closing(_call_plugin("the environment cannot start", task_set.make)) as factory:
         if names := settings.environment.tool_names():
             yield f"tools: {', '.join(names)}"
         task = next(iter(test or train), None)
         if task is None:
             return None
         return first_prompt(factory, task, run_seed=settings.seed, step=-1)
-    finally:
-        factory.close()
 
 
 def _call_plugin(problem: str, call: Callable[[], T]) -> T:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,18 +63,12 @@ def _print_prompt(parsed: argparse.Namespace) -> int:
         require_paths(getattr(settings, name), search_folders(), prefix=f"{name}.")
     require_known_model(settings.model.name)
     split = parsed.split or settings.evaluation.sets[0].split
-    family = make_task_set(settings.environment)
-    try:
-        tasks = split_tasks(family, split)
+    with closing(make_task_set(settings.environment)) as task_set:
+        tasks = split_tasks(task_set, split)
         task = _find_task(tasks, parsed.task, split)
-        factory = family.make()
-        try:
+        with closing(task_set.make()) as factory:
             step = -1 if split == settings.evaluation.sets[0].split else 0
             prompt = first_prompt(factory, task, run_seed=settings.seed, step=step)
-        finally:
-            factory.close()
-    finally:
-        family.close()
     print_lines(f"task {task.key} (split {split}, {plural(len(tasks), 'task')})", *prompt.lines())
     from outrider.engines.local.model import resolve_model
     from outrider.tokens import decode_text

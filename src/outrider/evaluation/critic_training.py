@@ -1,7 +1,7 @@
 """``outrider critic``: recorded trajectories, and a critic that is trained on them."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +15,7 @@ from outrider.memory.chat_files import import_trajectories
 from outrider.memory.embedders import load_embedder
 from outrider.printing import plural, print_lines
 from outrider.types import Message, Origin, Step, Trajectory
-from outrider.viewer.records import TraceReader, TraceRow, last_episode
+from outrider.viewer.records import TraceReader, TraceRow, last_episode, whole_rollouts
 
 _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)
 
@@ -60,28 +60,19 @@ def _files(run: Path, *, held_out: bool, left_out: list[str]) -> Iterator[tuple[
 def build_trajectories(rows: Sequence[TraceRow], *, name: str) -> list[Trajectory]:
     """Build one trajectory per leaf, in order; shared nodes are repeated in each. ``name`` prefixes the
     ids."""
-    groups: dict[str, dict[int, TraceRow]] = {}
-    for row in rows:
-        groups.setdefault(row.trace_id, {})[row.node_id] = row
     return [
-        _trajectory(nodes, leaf, name=name)
-        for nodes in groups.values()
-        for leaf in nodes.values()
-        if leaf.episode_return is not None
+        _trajectory(path, name=name) for path in whole_rollouts(rows) if path[-1].episode_return is not None
     ]
 
 
-def _trajectory(nodes: Mapping[int, TraceRow], leaf: TraceRow, *, name: str) -> Trajectory:
+def _trajectory(path: Sequence[TraceRow], *, name: str) -> Trajectory:
     """Actions of the policy, a demonstrator or a retrieved step, each with the last observation after it. The
     end of a message after a tip is a node without text, which is no observation. Of several episodes, the
     last one is used.
     """
-    path, node_id = [], leaf.node_id
-    while node_id != -1:
-        path.append(nodes[node_id])
-        node_id = nodes[node_id].parent_id
+    leaf = path[-1]
     prompt, steps = "", list[Step]()
-    for row in last_episode(path[::-1]):
+    for row in last_episode(path):
         if row.origin is Origin.PROMPT:
             prompt = prompt or row.text
         elif row.origin in _ACTION_ORIGINS:

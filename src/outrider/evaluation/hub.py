@@ -8,7 +8,7 @@ import socket
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from keyword import iskeyword
 from math import isfinite
@@ -38,7 +38,7 @@ from outrider.training.run_dir import RECORD, recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Trajectory
 from outrider.viewer.evaluations import score_mark
-from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, rows_to_table, step_file
+from outrider.viewer.records import SCHEMA, StepFiles, evaluation_file, read_rows, step_file
 from outrider.viewer.run_reader import Evaluation, RunData, read_run
 
 CARD: Final = "README.md"
@@ -462,8 +462,7 @@ def _buffer(path: Path, folder: Path) -> Prepared:
     """Copy a consistent snapshot of the file, including removed steps."""
     copy = folder.with_name("copy.sqlite")  # SQLite puts files of its own beside what it reads
     copy_database(path, copy)
-    database = Database(copy, writable=False)
-    try:
+    with closing(Database(copy, writable=False)) as database:
         with database.guard() as db:
             check_schema(path, db)
         dim = int(meta(database, "dim"))
@@ -476,8 +475,6 @@ def _buffer(path: Path, folder: Path) -> Prepared:
             steps = db.execute("SELECT text, observation FROM steps")
             _require_no_secret(path, (text for row in steps for text in row))
         num_steps = int(meta(database, "num_steps"))
-    finally:
-        database.close()
     copy.rename(folder / "buffer.sqlite")
     counts = {"tasks": len({row[1] for row in rows}), "trajectories": len(rows), "steps": num_steps}
     return "step-trace buffer", counts, Counter(row[0] for row in rows)
@@ -529,7 +526,7 @@ def _traces(path: Path, folder: Path) -> Prepared:
         _require_no_secret(path / name, (text for row in rows for text in (row.text, row.metadata)))
         counts["nodes"] += len(rows)
         counts["rollouts"] += sum(row.outcome is not None for row in rows)
-        copies.write_table(name, rows_to_table(rows, SCHEMA))
+        copies.write_rows(name, rows, SCHEMA)
     return "traces", dict(counts), Counter()
 
 

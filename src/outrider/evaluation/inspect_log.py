@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +27,14 @@ from outrider.tokens.call_formats import get_call_format
 from outrider.tokens.tool_calls import split_thinking
 from outrider.training.run_dir import recorded_settings
 from outrider.types import Json, Origin, Outcome, Task, ToolCall
-from outrider.viewer.records import TraceReader, TraceRow, evaluation_file, parse_metadata, read_rollouts
+from outrider.viewer.records import (
+    TraceReader,
+    TraceRow,
+    evaluation_file,
+    parse_metadata,
+    path_to_leaf,
+    read_rollouts,
+)
 from outrider.viewer.run_reader import read_records
 
 if TYPE_CHECKING:
@@ -386,11 +394,8 @@ def _environment(run: Path, split: str) -> tuple[Mapping[str, tuple[str, ...]], 
     try:
         settings = recorded_settings(run / "config.toml").environment
         form = settings.call_format
-        task_set = make_task_set(settings)
-        try:
+        with closing(make_task_set(settings)) as task_set:
             return {task.key: task.answers for task in task_set.tasks(split)}, form, []
-        finally:
-            task_set.close()
     except (OutriderError, OSError) as error:
         return {}, form, [f"without targets: {error}"]
 
@@ -403,7 +408,8 @@ def _rollouts(
     rollouts = []
     for record in read_rollouts(run, evaluation_file(number)).to_pylist():
         seen[record["task_key"]] += 1
-        path = _path(rows, record["trace_id"], record["node_id"])
+        leaf = rows.get((record["trace_id"], record["node_id"]))  # a fault may have left none
+        path = [] if leaf is None else path_to_leaf(rows, leaf)
         first = next((i for i, row in enumerate(path) if row.origin in AFTER_POLICY), len(path))
         prompt = [message for row in path[:first] for message in node_messages(row, form)]
         answered = [message for row in path[first:] for message in node_messages(row, form)]
@@ -426,16 +432,6 @@ def _rollouts(
             )
         )
     return rollouts
-
-
-def _path(rows: Mapping[tuple[str, int], TraceRow], trace_id: str, node_id: int) -> Sequence[TraceRow]:
-    """From the prompt to the rollout's last node; empty where a fault left none."""
-    path: list[TraceRow] = []
-    node = rows.get((trace_id, node_id))
-    while node is not None:
-        path.append(node)
-        node = rows.get((trace_id, node.parent_id))
-    return path[::-1]
 
 
 # An evaluation of ``outrider eval --tasks``, from its results, which have policy turns without tool results.
@@ -488,12 +484,9 @@ def _summary(results: Sequence[SampleResult]) -> dict[str, float]:
 
 def _tasks(settings: EvalTasksSettings, panel_hash: str) -> tuple[Mapping[str, Task], list[str]]:
     try:
-        task_set = None if settings.environment is None else make_task_set(settings.environment)
-        try:
+        environment = settings.environment  # it may start a server
+        with nullcontext() if environment is None else closing(make_task_set(environment)) as task_set:
             eval_tasks = load_tasks(settings, task_set)
-        finally:
-            if task_set is not None:  # it may have started a server
-                task_set.close()
     except (OutriderError, OSError) as error:
         return {}, [f"without questions and targets: {error}"]
     if eval_tasks.panel_hash != panel_hash:

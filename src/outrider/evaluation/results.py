@@ -9,6 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -315,12 +316,9 @@ def read_results(path: Path) -> tuple[dict[str, Json], list[SampleResult]]:
 
 def write_results(path: Path, identity: Mapping[str, Json], results: Sequence[SampleResult]) -> None:
     """Write a new results file that :meth:`EvalTasksStore.open` can continue."""
-    store = EvalTasksStore.open(path, identity=identity)
-    try:
+    with closing(EvalTasksStore.open(path, identity=identity)) as store:
         for result in results:
             store.add(result)
-    finally:
-        store.close()
 
 
 def _read(

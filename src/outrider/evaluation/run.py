@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -353,7 +354,7 @@ def run_evaluation(
         settings = settings.model_copy(update={"judge": judge.settings})
     setup = open_eval_tasks(settings)
     meter = TokenMeter(display)
-    try:
+    with closing(setup.factory):
         status = rollout_status or RolloutStatus()
         player: LocalPlayer | EndpointPlayer
         if settings.endpoint is not None:
@@ -387,8 +388,6 @@ def run_evaluation(
             raise EngineFault(f"{fault}. The results are stored, and the same command continues") from fault
         finally:
             store.close()
-    finally:
-        setup.factory.close()
     text = json.dumps(report.as_json(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     replace_file(folder / SUMMARY, text.encode())
     return report, player.notes()

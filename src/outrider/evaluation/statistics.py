@@ -18,7 +18,6 @@ of one value.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -105,23 +104,16 @@ def improvement_probability(first: Scores, second: Scores) -> Scores:
     return np.asarray(0.5 + 0.5 * signs.mean(axis=(-2, -1)), dtype=np.float64)
 
 
-def iqm_estimate(
-    sample: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED, num_draws: int = NUM_DRAWS
-) -> Estimate:
+def iqm_estimate(sample: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED) -> Estimate:
     """Interquartile mean over runs of their mean scores, with its interval over runs and tasks.
 
     ``within`` is the range of possible values. Scaled deviations may exceed it, so the interval is clipped.
     """
-    return _estimate(interquartile_mean, sample, seed=seed, num_draws=num_draws, within=within)
+    return _estimate(interquartile_mean, sample, seed=seed, within=within)
 
 
 def iqm_difference(
-    first: Sample,
-    second: Sample,
-    *,
-    seed: int,
-    within: tuple[float, float] = UNBOUNDED,
-    num_draws: int = NUM_DRAWS,
+    first: Sample, second: Sample, *, seed: int, within: tuple[float, float] = UNBOUNDED
 ) -> Estimate:
     """Interquartile mean of ``first`` minus that of ``second``. Both have the same tasks, and every draw
     resamples them identically for both.
@@ -132,27 +124,18 @@ def iqm_difference(
     def difference(first: Scores, second: Scores) -> Scores:
         return interquartile_mean(first) - interquartile_mean(second)
 
-    return _estimate(difference, first, second, seed=seed, num_draws=num_draws, within=within)
+    return _estimate(difference, first, second, seed=seed, within=within)
 
 
-def improvement_estimate(first: Sample, second: Sample, *, seed: int, num_draws: int = NUM_DRAWS) -> Estimate:
+def improvement_estimate(first: Sample, second: Sample, *, seed: int) -> Estimate:
     """:func:`improvement_probability` of the runs' mean scores, with its interval over runs and tasks.
 
     Raises ``ValueError`` if the numbers of tasks differ.
     """
-    return _estimate(
-        improvement_probability, first, second, seed=seed, num_draws=num_draws, within=(0.0, 1.0), widen=False
-    )
+    return _estimate(improvement_probability, first, second, seed=seed, within=(0.0, 1.0), widen=False)
 
 
-def iqm_band(
-    name: str,
-    curves: Scores,
-    *,
-    seed: int,
-    within: tuple[float, float] = UNBOUNDED,
-    num_draws: int = NUM_DRAWS,
-) -> Band:
+def iqm_band(name: str, curves: Scores, *, seed: int, within: tuple[float, float] = UNBOUNDED) -> Band:
     """Interquartile mean over runs of ``curves``, shape (runs, points), at each point, for fixed tasks.
 
     Runs are resampled with their whole curves. A NaN at a point makes the result NaN there; fewer than two
@@ -163,7 +146,7 @@ def iqm_band(
     if num_runs < 2:
         missing = np.full(num_points, math.nan)
         return Band(value=value, low=missing, high=missing)
-    rows = _bootstrap_rows(name, num_runs, seed=seed, num_draws=num_draws)
+    rows = _bootstrap_rows(name, num_runs, seed=seed)
     low, high = np.clip(
         np.percentile(interquartile_mean(_widened(curves.T)[:, rows]), _TAILS, axis=1), *within
     )
@@ -206,21 +189,21 @@ def bin_means(x: Scores, values: Scores, edges: Scores) -> Scores:
     )
 
 
-def _bootstrap_means(sample: Sample, *, seed: int, num_draws: int, widen: bool) -> Scores:
+def _bootstrap_means(sample: Sample, *, seed: int, widen: bool) -> Scores:
     """Mean scores of resampled runs on resampled tasks, shape (draws, runs). For one ``seed``, all samples
     use the same resampled tasks.
     """
     num_tasks = sample.scores.shape[1]
     counts = stream(seed, "compare", "tasks").multinomial(
-        num_tasks, np.full(num_tasks, 1 / num_tasks), size=num_draws
+        num_tasks, np.full(num_tasks, 1 / num_tasks), size=NUM_DRAWS
     )
     means = np.asarray(counts @ sample.scores.T / num_tasks, dtype=np.float64)
-    rows = _bootstrap_rows(sample.name, sample.num_runs, seed=seed, num_draws=num_draws)
+    rows = _bootstrap_rows(sample.name, sample.num_runs, seed=seed)
     return np.take_along_axis(_widened(means) if widen else means, rows, axis=1)
 
 
-def _bootstrap_rows(name: str, num_runs: int, *, seed: int, num_draws: int) -> npt.NDArray[np.int64]:
-    return stream(seed, "compare", "runs", name).integers(num_runs, size=(num_draws, num_runs))
+def _bootstrap_rows(name: str, num_runs: int, *, seed: int) -> npt.NDArray[np.int64]:
+    return stream(seed, "compare", "runs", name).integers(num_runs, size=(NUM_DRAWS, num_runs))
 
 
 def _widened(scores: Scores) -> Scores:
@@ -236,7 +219,6 @@ def _estimate(
     statistic: Callable[..., Scores],
     *samples: Sample,
     seed: int,
-    num_draws: int,
     within: tuple[float, float],
     widen: bool = True,
 ) -> Estimate:
@@ -246,7 +228,7 @@ def _estimate(
     value = float(statistic(*(sample.scores.mean(axis=1) for sample in samples)))
     if min(sample.num_runs for sample in samples) < 2:
         return Estimate(value=value, low=math.nan, high=math.nan)
-    draws = [_bootstrap_means(sample, seed=seed, num_draws=num_draws, widen=widen) for sample in samples]
+    draws = [_bootstrap_means(sample, seed=seed, widen=widen) for sample in samples]
     low, high = np.clip(np.percentile(statistic(*draws), _TAILS), *within)
     return Estimate(value=value, low=float(low), high=float(high))
 
@@ -376,18 +358,6 @@ def student_p(t: float, freedom: float) -> float:
     tail = half * float(weights @ np.cos(begin + half * (1.0 + nodes)) ** (freedom - 1.0))
     whole = 0.5 * math.exp(math.lgamma(freedom / 2) + math.lgamma(0.5) - math.lgamma((freedom + 1) / 2))
     return min(1.0, tail / whole)
-
-
-def student_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean with Student's 95 % interval; its bounds are NaN for fewer than two values."""
-    if len(values) < 2:
-        return Estimate(value=fmean(values), low=math.nan, high=math.nan)
-    low, high = 0.0, 1e3  # the quantile, by bisection
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_p(middle, len(values) - 1) > ALPHA else (low, middle)
-    margin = high * stdev(values) / math.sqrt(len(values))
-    return Estimate(value=fmean(values), low=fmean(values) - margin, high=fmean(values) + margin)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -390,28 +390,24 @@ def check_file(path: Path, *, embedder: str, dim: int) -> bool:
     Returns whether a batch was announced and never committed. Raises DataError (not a buffer, another
     version), BufferCorrupt and ConfigError (another embedder).
     """
-    database = Database(path, writable=False)
-    try:
-        with database.guard() as db:
-            check_schema(path, db)
-            problem = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
-            if problem != "ok":
-                raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")
-            for key, readable in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
-                if (version := meta(database, key)) != readable:
-                    raise DataError(
-                        f"{path}: {key} is {version}, this version of Outrider reads {readable}: build or "
-                        "import the buffer again"
-                    )
-            built = (meta(database, "embedder"), meta(database, "dim"))
-            if built != (embedder, dim):
-                raise ConfigError(
-                    f"{path}: built with embedder {built[0]!r} ({built[1]} dimensions), "
-                    f"opened with {embedder!r} ({dim}): name the first one (--embedder, buffer.embedder)"
+    with closing(Database(path, writable=False)) as database, database.guard() as db:
+        check_schema(path, db)
+        problem = db.execute("PRAGMA integrity_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise BufferCorrupt(f"{path}: damaged: {' '.join(str(problem).split())}")
+        for key, readable in (("format_version", FORMAT_VERSION), ("history_format", HISTORY_FORMAT)):
+            if (version := meta(database, key)) != readable:
+                raise DataError(
+                    f"{path}: {key} is {version}, this version of Outrider reads {readable}: build or "
+                    "import the buffer again"
                 )
-            return db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
-    finally:
-        database.close()
+        built = (meta(database, "embedder"), meta(database, "dim"))
+        if built != (embedder, dim):
+            raise ConfigError(
+                f"{path}: built with embedder {built[0]!r} ({built[1]} dimensions), "
+                f"opened with {embedder!r} ({dim}): name the first one (--embedder, buffer.embedder)"
+            )
+        return db.execute("SELECT 1 FROM meta WHERE key = 'open_batch'").fetchone() is not None
 
 
 NEVER = 2**62

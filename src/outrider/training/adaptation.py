@@ -8,6 +8,7 @@ what any trial has solved. Every trial leaves a line in ``evaluations.jsonl`` an
 
 import shlex
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from statistics import fmean
 
@@ -91,11 +92,8 @@ def adapt(
             config=settings.model_dump(mode="json"),
             warn=display.note,
         )
-        try:
+        with closing(parts.factory), closing(trackers):
             table = _run_trials(run, parts, hook, display, meter, trackers)
-        finally:
-            trackers.close()
-            parts.factory.close()
     finally:
         display.close()
         run.release()

@@ -30,7 +30,7 @@ from outrider.rollout.hooks import Hook
 from outrider.rollout.scheduler import RolloutReport, largest
 from outrider.trace import Insertion, Leaf, Node, Trace
 from outrider.training.components import Components
-from outrider.training.data import QueuedStep, Round, Rounds, SampledStep, plan_step, step_rounds
+from outrider.training.data import QueuedStep, Round, Rounds, SampledStep, plan_step, sample_rounds
 from outrider.types import Task
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ class AsyncRolloutQueue:
                 first=Round(tasks=(), modes=(), cursor=cursor),
                 is_chosen=choice.tasks is not None,
             )
-            rounds = step_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
+            rounds = sample_rounds(self._parts, step=self._next, cursor=self._cursor, choice=choice)
             pending.first = pending.round = pending.next_round(rounds) or pending.first
             self._steps[self._next] = pending
             self._next, self._cursor = self._next + 1, pending.first.cursor
@@ -301,7 +301,9 @@ class AsyncRolloutQueue:
         else:
             _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
             choice = TaskChoice(num_groups=len(tasks), group_filter=choice.group_filter)
-        pending.next_round(step_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice))
+        pending.next_round(
+            sample_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice)
+        )
         self._submit(pending)
 
     def _submit(self, pending: PendingStep, *, num_calls: int = 0) -> None:

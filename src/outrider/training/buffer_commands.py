@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,9 +44,8 @@ def build_buffer(
     embedder = load_embedder(settings.buffer.embedder)
     task_set = make_task_set(settings.environment)
     tasks = split_tasks(task_set, "train")[: settings.buffer.num_tasks]
-    factory = task_set.make()
-    log = CollectionLog(out)
-    try:
+    with closing(task_set.make()) as factory, closing(task_set):
+        log = CollectionLog(out)
         with StepTraceBuffer(out, embedder, mode="write") as buffer:
             if buffer.lost_batch:
                 print_lines("the last writer was killed inside a batch: that batch is added again")
@@ -65,9 +65,6 @@ def build_buffer(
             if len(buffer) == 0:
                 raise DataError(f"{out}: no trajectory has entered the buffer")
             print_lines(f"{out}: {plural(len(buffer), 'step')}, revision {buffer.revision}")
-    finally:
-        task_set.close()
-        factory.close()
     return 0
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -21,7 +21,6 @@ from outrider.rollout.faults import (
     reasons_line,
     require_room,
 )
-from outrider.rollout.hooks import Hook
 from outrider.seeding import stream
 from outrider.trace import Trace, without_open_prompt
 from outrider.training.components import Components
@@ -127,18 +126,10 @@ _STEP: Final = 0  # the training step whose initial states the experts get
 
 
 def expert_rollouts(
-    parts: Components,
-    tasks: Sequence[Task],
-    expert: ExpertSource,
-    *,
-    training_step: int,
-    retrieve_share: float = 0.0,
-    hooks: Sequence[Hook] = (),
-    mode: str = "expert",
-    on_finished: Callable[[int, int], None] | None = None,
+    parts: Components, tasks: Sequence[Task], expert: ExpertSource, *, training_step: int, **options: Any
 ) -> list[Trace]:
     """Return one rollout of ``expert`` on every task, in order, in the policy's environment and within
-    its limits.
+    its limits. ``options`` are those of :func:`~outrider.rollout.experts.play_experts`.
     """
     settings = parts.settings
     return play_experts(
@@ -151,14 +142,11 @@ def expert_rollouts(
         stop=parts.task_set.stop,
         run_seed=settings.seed,
         context_length=parts.engine.context_length,
-        retrieve_share=retrieve_share,
         max_concurrent=settings.num_concurrent,
         max_retries=settings.train.max_retries,
         training_step=training_step,
         rollout_status=parts.rollout_status,
-        hooks=hooks,
-        mode=mode,
-        on_finished=on_finished,
+        **options,
     )
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -126,50 +125,17 @@ def play_step(parts: Components, rollouts: Rollouts, *, step: int, cursor: int) 
     """Roll out the groups of a training step; ``cursor`` is the position in the order of tasks after the
     step before.
     """
-    return play_rounds(rollouts, step_rounds(parts, step=step, cursor=cursor), step=step)
-
-
-def step_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None) -> Rounds:
-    """Return the rounds of a training step; ``choice`` replaces the algorithm's choice of tasks."""
-    order, cursor, own_choice = plan_step(parts, step=step, cursor=cursor, choice=choice)
-    has_help = find_help_hook(parts.algorithm) is not None
-    first = first_group(group_starts(parts.settings.train, parts.train_tasks), step) if has_help else 0
-    return sample_rounds(
-        order,
-        cursor=cursor,
-        choice=own_choice,
-        modes=partial(parts.algorithm.modes_of, step),
-        with_help=partial(helped_modes, parts, first),
-        prepare=partial(prepare_round, parts, step),
-    )
-
-
-def prepare_round(
-    parts: Components, step: int, tasks: Sequence[Task], modes: Sequence[Sequence[str]]
-) -> list[str]:
-    """Request the experts for the help and the prefixes of the groups of a round. Returns the reasons of
-    experts that failed.
-    """
-    lost = demonstrate_tasks(parts, tasks)
-    play = StepExperts(parts=parts, step=step)
-    return [*lost, *(parts.algorithm.prepare(tasks, modes, step=step, play=play) or ())]
-
-
-def helped_modes(parts: Components, first: int, modes: Sequence[str], group: int) -> Sequence[str]:
-    """Return the modes of a group, marked if it is sampled with help; ``first`` groups were sampled before
-    the step. A group that replaces another one has its number, so that the groups that are trained have exact
-    shares.
-    """
-    settings = parts.settings
-    if (hook := find_help_hook(parts.algorithm)) is None:
-        return modes
-    return with_helped_mode(
-        modes,
-        hook.settings,
-        group=first + group,
-        seed=settings.seed,
-        has_tips=settings.algorithm.tip_memory is not None,
-    )
+    rounds = sample_rounds(parts, step=step, cursor=cursor)
+    report: RolloutReport | None = None
+    while True:
+        try:
+            now = next(rounds) if report is None else rounds.send(report)
+        except StopIteration as end:
+            sampled: SampledStep = end.value
+            return sampled
+        report = rollouts.run(
+            now.tasks, modes=now.modes.__getitem__, training_step=step, continued=now.is_continued
+        )
 
 
 def demonstrate_tasks(parts: Components, tasks: Sequence[Task]) -> list[str]:
@@ -204,84 +170,61 @@ def plan_step(
     choice, unless it is given. ``cursor`` is the position after the step before.
     """
     settings, tasks = parts.settings, parts.train_tasks
-    size = settings.train.tasks_per_step
-    stage = find_stage(step, settings=settings.train, tasks=tasks)
-    if stage is not None:
-        tasks = stage.tasks
+    size, stages, number = settings.train.tasks_per_step, settings.train.stages, None
+    if stages:
+        number = _stage_number(step, stages)
+        tasks = stage_tasks(stages[number], tasks)
         # Each stage has an order of its own.
-        cursor = 0 if step == stage.begin else cursor
-    number = None if stage is None else stage.number
+        cursor = 0 if step == _stage_starts(stages)[number] else cursor
     order = TaskOrder(tasks=tasks, tasks_per_step=size, seed=settings.seed, stage=number)
     return order, cursor, choice or parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
 
 
-def play_rounds(rollouts: Rollouts, rounds: Rounds, *, step: int) -> SampledStep:
-    """Roll out all rounds of a step."""
-    report: RolloutReport | None = None
-    while True:
-        try:
-            now = next(rounds) if report is None else rounds.send(report)
-        except StopIteration as end:
-            sampled: SampledStep = end.value
-            return sampled
-        report = rollouts.run(
-            now.tasks, modes=now.modes.__getitem__, training_step=step, continued=now.is_continued
-        )
+def sample_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None) -> Rounds:
+    """Yield the chosen tasks of a training step; with a filter, also as many further tasks as groups were
+    dropped, up to its limit of rounds. Every round is answered by its report; the step is returned.
 
-
-def sample_rounds(
-    order: TaskOrder,
-    *,
-    cursor: int,
-    choice: TaskChoice,
-    modes: Callable[[int], Sequence[str]],
-    prepare: Callable[[Sequence[Task], Sequence[Sequence[str]]], Sequence[str]] = lambda tasks, modes: (),
-    with_help: Callable[[Sequence[str], int], Sequence[str]] = lambda modes, group: modes,
-) -> Rounds:
-    """Yield the chosen tasks; with a filter, also as many further tasks as groups were dropped, up to its
-    limit of rounds. Every round is answered by its report; the step is returned.
-
-    ``prepare`` is called with the tasks and modes of every round before it, and returns the reasons of
-    experts that failed. ``with_help`` marks the modes of a group; its number is that of the dropped group
-    that it replaces.
+    ``choice`` replaces the algorithm's choice of tasks. Before a round, the experts are requested for the
+    help and the prefixes of its groups. A group that replaces a dropped one has its number in the schedule of
+    help, so that the groups that are trained have exact shares.
     """
-    if choice.tasks is not None:
-        task_modes = [with_help(modes(number), number) for number in range(len(choice.tasks))]
-        lost = prepare(choice.tasks, task_modes)
-        report = yield Round(tasks=choice.tasks, modes=task_modes, cursor=cursor)
-        return SampledStep(
-            is_filtered=False,
-            traces=report.traces,
-            selected=report.traces,
-            faults=report.faults + Counter(expert=len(lost)),
-            fault_reasons=(*report.fault_reasons, *lost),
-            num_extra_batches=0,
-            cursor=cursor,  # nothing was drawn from the order of tasks
-            loop_lag_s=report.loop_lag_s,
-        )
+    settings, algorithm = parts.settings, parts.algorithm
+    order, cursor, choice = plan_step(parts, step=step, cursor=cursor, choice=choice)
+    help_hook = find_help_hook(algorithm)
+    help_settings = None if help_hook is None else help_hook.settings
+    first = 0 if help_hook is None else first_group(group_starts(settings.train, parts.train_tasks), step)
     traces: list[Trace] = []
     selected: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
     lags: list[float | None] = []
     num_batches = 0
-    filtered, num_groups = choice.group_filter, choice.num_groups
+    filtered = choice.group_filter if choice.tasks is None else None
+    num_groups = choice.num_groups if choice.tasks is None else len(choice.tasks)
     open_numbers = list(range(num_groups))  # without a selected group
-    while len(selected) < num_groups and num_batches <= (filtered.max_extra_batches if filtered else 0):
-        tasks, cursor = order.draw(
+    max_extra_batches = filtered.max_extra_batches if filtered else 0
+    while num_batches <= max_extra_batches and (choice.tasks is not None or len(selected) < num_groups):
+        tasks = choice.tasks
+        if tasks is None:  # otherwise nothing is drawn from the order of tasks
             # Only what is missing, and no task twice: groups of one key would share their random streams.
-            num_groups - len(selected),
-            cursor=cursor,
-            seen={trace.task.key for trace in traces},
-        )
-        if not tasks:
-            break
-        # Groups are numbered on through the rounds of a step.
-        round_modes = [
-            with_help(modes(len(traces) + number), open_numbers[number]) for number in range(len(tasks))
+            seen = {trace.task.key for trace in traces}
+            tasks, cursor = order.draw(num_groups - len(selected), cursor=cursor, seen=seen)
+            if not tasks:
+                break
+        modes = [  # groups are numbered on through the rounds of a step
+            with_helped_mode(
+                algorithm.modes_of(step, len(traces) + number),
+                help_settings,
+                group=first + open_numbers[number],
+                seed=settings.seed,
+                has_tips=settings.algorithm.tip_memory is not None,
+            )
+            for number in range(len(tasks))
         ]
-        lost = prepare(tasks, round_modes)
-        report = yield Round(tasks=tasks, modes=round_modes, cursor=cursor, is_continued=num_batches > 0)
+        play = StepExperts(parts=parts, step=step)
+        lost = demonstrate_tasks(parts, tasks)
+        lost += algorithm.prepare(tasks, modes, step=step, play=play) or ()
+        report = yield Round(tasks=tasks, modes=modes, cursor=cursor, is_continued=num_batches > 0)
         traces += report.traces
         chosen = report.traces if filtered is None else filtered.select(report.traces)
         selected += chosen
@@ -366,24 +309,6 @@ def interleave(fresh: Sequence[Trace], replayed: Sequence[Trace]) -> list[Trace]
 
 
 # Stages (``train.stages``).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """``number`` counts from 0, ``begin`` is its first training step."""
-
-    number: int
-    begin: int
-    tasks: Sequence[Task]
-
-
-def find_stage(step: int, *, settings: TrainSettings, tasks: Sequence[Task]) -> Stage | None:
-    """The stage of a training step, with its part of the training ``tasks``; None where a run has none."""
-    if not settings.stages:
-        return None
-    number = _stage_number(step, settings.stages)
-    begin = _stage_starts(settings.stages)[number]
-    return Stage(number=number, begin=begin, tasks=stage_tasks(settings.stages[number], tasks))
 
 
 def stage_tasks(stage: StageSettings, tasks: Sequence[Task]) -> list[Task]:
@@ -480,11 +405,6 @@ def _stage_starts(stages: Sequence[StageSettings]) -> list[int]:
 
 
 _LONGEST: Final = 60  # characters of a question in a message
-
-
-def num_training_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> int:
-    """Return how many of the evaluation tasks are training tasks."""
-    return len(shared_tasks(train, evaluation))
 
 
 def shared_tasks(train: Sequence[Task], evaluation: Sequence[Task]) -> list[Task]:

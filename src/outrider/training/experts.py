@@ -74,14 +74,6 @@ _CHECKED_STEPS = 200
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertPlay:
-    """An expert's steps with the environment's observations. ``success`` is the environment's verdict."""
-
-    trajectory: Trajectory
-    success: bool
-
-
 @dataclass(slots=True, kw_only=True)
 class FillReport:
     """Counts of tasks: ``present`` ones were in the buffer, ``without_expert`` ones have no expert,
@@ -161,8 +153,9 @@ def request_expert_paths(
 
 def play_expert(
     task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings
-) -> ExpertPlay | None:
-    """Roll out the expert's path in a new environment; None if there is no expert.
+) -> tuple[Trajectory, bool] | None:
+    """Roll out the expert's path in a new environment. Returns its steps with the environment's observations,
+    and the environment's verdict; None if there is no expert.
 
     Both have the run's seed, because a buffer belongs to no training step. Raises ToolFault or
     EnvironmentFault if infrastructure failed or hangs.
@@ -181,7 +174,7 @@ def play_expert(
         steps=episode.steps,
         reward=record.episode_return,
     )
-    return ExpertPlay(trajectory=trajectory, success=record.success)
+    return trajectory, record.success
 
 
 def fill_buffer(
@@ -206,8 +199,8 @@ def fill_buffer(
         missing = [task for task in portion if not buffer.trajectory(_trajectory_id(task))]
         report.counts["present"] += len(portion) - len(missing)
         plays = [_play_with_retries(task_set, factory, task, settings, report) for task in missing]
-        trajectories = [play.trajectory for play in plays if play is not None]
-        report.counts["unsolved"] += sum(not play.success for play in plays if play is not None)
+        trajectories = [trajectory for trajectory, _ in filter(None, plays)]
+        report.counts["unsolved"] += sum(not is_solved for _, is_solved in filter(None, plays))
         if trajectories:
             report.builds.append(
                 buffer.add_trajectories(
@@ -363,7 +356,7 @@ def _trajectory_id(task: Task) -> str:
 
 def _play_with_retries(
     task_set: TaskSet, factory: EnvironmentFactory, task: Task, settings: RunSettings, report: FillReport
-) -> ExpertPlay | None:
+) -> tuple[Trajectory, bool] | None:
     for attempt in range(settings.train.max_retries + 1):
         try:
             play = play_expert(task_set, factory, task, settings)

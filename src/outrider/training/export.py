@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -58,27 +59,18 @@ def read_defaults(
     environment = settings.environment
     stop: tuple[str, ...] = ()
     try:
-        task_set = make_task_set(environment)
-        try:
+        with closing(make_task_set(environment)) as task_set:
             stop = tuple(task_set.stop)
             if environment.keeps_conversations or not (environment.starts_quickly or starts_slowly):
                 return ConversationDefaults(stop=stop)
-            factory = task_set.make()
-            try:
+            with closing(task_set.make()) as factory:
                 beginnings: list[tuple[str, tuple[ToolSchema, ...]]] = []
                 for task in split_tasks(task_set, settings.evaluation.sets[0].split)[:_NUM_PROMPTS]:
-                    env = factory(task)
-                    try:
+                    with closing(factory(task)) as env:
                         episode = open_episode(env)
                         first, *_ = episode.start(reset_seed(settings.seed, -1, task.key))
                         system_prompt = first.content if first.role == "system" else ""
                         beginnings.append((system_prompt, tuple(episode.tools)))
-                    finally:
-                        env.close()
-            finally:
-                factory.close()
-        finally:
-            task_set.close()
     except Exception as error:  # a plug-in may raise anything
         reason = f": {error}" if isinstance(error, OutriderError) else describe_exception(error)
         note(f"the system prompt and the tools of the run are unknown{reason}")

@@ -6,9 +6,10 @@ last one is repeated.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.text import Text
 
@@ -27,7 +28,7 @@ from outrider.seeding import reset_seed
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import RunSettings
 from outrider.types import Origin, Outcome, Task
-from outrider.viewer.records import TraceReader, TraceRow, last_episode
+from outrider.viewer.records import TraceReader, TraceRow, last_episode, storable, whole_rollouts
 
 _COLUMNS = ("task", "rollout", "turn", "what", "recorded", "replayed")
 _ACTION_ORIGINS = (Origin.POLICY, Origin.DEMONSTRATION)  # whose text is an action
@@ -35,8 +36,7 @@ _MAX_ROWS = 20
 _MAX_CELL = 160
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class Difference(NamedTuple):
     """The first difference between a rollout's replay and its record. ``turn`` is None for the prompt and
     the end.
     """
@@ -61,7 +61,7 @@ def replay_step(run: Path, step: int) -> int:
             "environment.max_batch_calls: which calls were refused depends on the whole batch, so single "
             "rollouts cannot be replayed"
         )
-    rollouts = [last_episode(path) for path in recorded_rollouts(TraceReader(run / "traces").read(step))]
+    rollouts = [last_episode(path) for path in whole_rollouts(TraceReader(run / "traces").read(step))]
     if not rollouts:
         raise DataError(f"step {step} of {run} holds no finished rollout")
     task_set = make_task_set(settings.environment)
@@ -72,31 +72,13 @@ def replay_step(run: Path, step: int) -> int:
             f"task {lost[0]} of the record is not in the training split any more "
             f"({plural(len(lost), 'such task')})"
         )
-    factory = task_set.make()
-    try:
+    with closing(task_set.make()) as factory:
         results = [
             (path[-1], _replay(path, tasks[path[-1].task_key], factory, settings, step)) for path in rollouts
         ]
-    finally:
-        factory.close()
     num_expected = len({path[-1].trace_id for path in rollouts}) * settings.algorithm.group_size
     _print_differences(step, results, num_unrecorded=max(0, num_expected - len(rollouts)))
     return int(any(difference is not None for _, difference in results))
-
-
-def recorded_rollouts(rows: Sequence[TraceRow]) -> Iterator[list[TraceRow]]:
-    """The rollouts of a trace file in its order, each with its rows from root to leaf."""
-    nodes = {(row.trace_id, row.node_id): row for row in rows}
-    for row in rows:
-        if row.outcome is None:
-            continue
-        path = [row]
-        while path[-1].parent_id != -1:
-            parent = nodes.get((row.trace_id, path[-1].parent_id))
-            if parent is None:
-                raise DataError(f"trace {row.trace_id}: node {path[-1].parent_id} is missing from the record")
-            path.append(parent)
-        yield path[::-1]
 
 
 def compare(
@@ -104,8 +86,8 @@ def compare(
 ) -> Difference | None:
     """The first difference between the rows of a rollout and its replay."""
     prompt = episode.opening
-    if _escape_surrogates(prompt) != recorded[0].text:
-        return Difference(kind="prompt", turn=None, recorded=recorded[0].text, replayed=prompt)
+    if storable(prompt) != recorded[0].text:
+        return Difference("prompt", None, recorded[0].text, prompt)
     results = iter(episode.results)
     last: StepResult | None = None
     turn = 0
@@ -113,11 +95,8 @@ def compare(
         if _is_action(row, settings):
             last = next(results, None)
             if last is None:
-                return Difference(
-                    kind="end", turn=turn, recorded="the episode went on", replayed="the episode had ended"
-                )
-            difference = _compare_observation(row, after, last, turn)
-            if difference is not None:
+                return Difference("end", turn, "the episode went on", "the episode had ended")
+            if (difference := _compare_observation(row, after, last, turn)) is not None:
                 return difference
             turn += 1
         for _ in _attempted_actions(row):
@@ -140,7 +119,7 @@ def _replay(
         timeout_s = settings.limits.step_timeout_s
         episode, record = play_texts(factory, task, texts, seed=seed, timeout_s=timeout_s)
     except (ToolFault, EnvironmentFault) as fault:
-        return Difference(kind="fault", turn=None, recorded="none", replayed=str(fault))
+        return Difference("fault", None, "none", str(fault))
     return compare(path, episode, record, settings=settings)
 
 
@@ -169,23 +148,15 @@ def _inner_text(row: TraceRow) -> str:
 def _compare_observation(
     row: TraceRow, after: TraceRow | None, result: StepResult, turn: int
 ) -> Difference | None:
-    text = _escape_surrogates(result.text)
+    text = storable(result.text)
     if row.origin is Origin.BUFFER and row.role != "assistant":
         same = _inner_text(row).strip().endswith(text.strip())
-        return (
-            None
-            if same
-            else Difference(kind="executed step", turn=turn, recorded=_inner_text(row), replayed=text)
-        )
+        return None if same else Difference("executed step", turn, _inner_text(row), text)
     if after is None or after.origin is not Origin.ENVIRONMENT:
         return None
     if result.done:
-        return Difference(kind="end", turn=turn, recorded="the episode went on", replayed="the episode ended")
-    return (
-        None
-        if after.text == text
-        else Difference(kind="observation", turn=turn, recorded=after.text, replayed=text)
-    )
+        return Difference("end", turn, "the episode went on", "the episode ended")
+    return None if after.text == text else Difference("observation", turn, after.text, text)
 
 
 def _compare_end(
@@ -203,10 +174,9 @@ def _compare_end(
         outcome = _limit_outcome(recorded, last, settings)
     assert leaf.outcome is not None  # every leaf has one
     if outcome is not leaf.outcome:
-        return Difference(kind="outcome", turn=None, recorded=leaf.outcome.value, replayed=outcome.value)
+        return Difference("outcome", None, leaf.outcome.value, outcome.value)
     if record.episode_return != leaf.episode_return:
-        replayed = f"{record.episode_return!r}"
-        return Difference(kind="return", turn=None, recorded=f"{leaf.episode_return!r}", replayed=replayed)
+        return Difference("return", None, f"{leaf.episode_return!r}", f"{record.episode_return!r}")
     return None
 
 
@@ -235,11 +205,6 @@ def _metadata(row: TraceRow) -> Mapping[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _escape_surrogates(text: str) -> str:
-    """The text as trace files store it, with escaped lone surrogates."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
 def _print_differences(
     step: int, results: Sequence[tuple[TraceRow, Difference | None]], *, num_unrecorded: int
 ) -> None:
@@ -250,7 +215,7 @@ def _print_differences(
             turn = "" if difference.turn is None else str(difference.turn)
             recorded, replayed = _excerpts(difference.recorded, difference.replayed)
             cells = (leaf.task_key, str(leaf.rollout), turn, difference.kind, recorded, replayed)
-            table.add_row(*(Text(cell) for cell in cells))
+            table.add_row(*map(Text, cells))
         Terminal().print(table)
         if len(differing) > _MAX_ROWS:
             print_lines(

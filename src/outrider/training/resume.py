@@ -51,7 +51,7 @@ from outrider.training.run_dir import RunDirectory, check_settings, comparable_s
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
 from outrider.viewer.progress import Progress
-from outrider.viewer.records import MemoryWriter, RolloutWriter, TraceReader, TraceWriter
+from outrider.viewer.records import MEMORY, ROLLOUTS, StepFiles
 
 if TYPE_CHECKING:
     from outrider.training.learner import Learner
@@ -397,7 +397,7 @@ def _done_without_checkpoint(run: RunDirectory, settings: RunSettings) -> str:
     """Evidence that a run had written a checkpoint. The first one is written after the cold start and the
     first evaluation.
     """
-    if steps := TraceReader(run.path / "traces").steps():
+    if steps := StepFiles(run.path / "traces").steps():
         return f"traces of {plural(len(steps), 'training step')}"
     metrics = run.path / "metrics.jsonl"
     # damaged lines count too
@@ -470,9 +470,8 @@ class RunState:
 
     def _remove_records(self, *, after: int) -> None:
         """Remove the traces, rollouts and memory changes of later steps."""
-        folder = self.run.path
-        for writer in (TraceWriter(folder / "traces"), RolloutWriter(folder), MemoryWriter(folder)):
-            writer.resume(after)
+        for name in ("traces", ROLLOUTS, MEMORY):
+            StepFiles(self.run.path / name).resume(after)
 
     def freeze_reference(self) -> None:
         """Freeze the reference of the KL term, which is the policy at the start of reinforcement learning."""

@@ -5,7 +5,7 @@ The server, the parsing of requests and the responses are those of the endpoint 
 """
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -176,16 +176,13 @@ def serve_run(
     except BaseException:
         bound.close()
         raise
-    gateway = Gateway(bound)
-    try:
+    with closing(Gateway(bound)) as gateway:
         session = open_session(gateway, server, host=host, api_key=api_key)
         note(f"serving {checkpoint} at {gateway.url} (Ctrl-C ends it)")
         for line in server.defaults.lines():
             note(line)
         with suppress(KeyboardInterrupt):
             server.serve(session)
-    finally:
-        gateway.close()
 
 
 def load_server(checkpoint: Path, settings: RunSettings, *, note: Callable[[str], None]) -> PolicyServer:

@@ -4,11 +4,11 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Final, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from outrider.algorithms.advantages import NoSignalReason
 from outrider.algorithms.base import GroupAdvantages
@@ -81,62 +81,46 @@ def staleness_alarms(step: int, values: Mapping[str, float]) -> list[str]:
 # Durations of the phases of a training step.
 
 
-@dataclass(slots=True, kw_only=True)
 class StepClock:
-    """Call the methods in their order during a step. Without ``remote`` there are no processes that could
-    be idle.
+    """Call :meth:`mark` at the end of each phase of a step. Without ``remote`` there are no processes that
+    could be idle.
     """
 
-    remote: "RemoteProcesses | None"
-    start: float = field(default_factory=time.perf_counter)
-    _busy_s: float = field(init=False)
-    _rollout_s: float = field(init=False)
-    _rollout_end: float = field(init=False)
-    _update_start: float = field(init=False)
-    _update_end: float = field(init=False)
-    _waited_s: float = field(init=False)
+    def __init__(self, remote: "RemoteProcesses | None") -> None:
+        self._remote = remote
+        self._busy_s = 0.0 if remote is None else remote.busy_s()
+        self._times = {"start": time.perf_counter()}
 
-    def __post_init__(self) -> None:
-        self._busy_s = 0.0 if self.remote is None else self.remote.busy_s()
+    def mark(self, event: Literal["rollouts", "update_start", "update_end", "wait_end"]) -> None:
+        """The rollouts are finished, the update begins or has ended, or the wait for rollouts of the next
+        step has ended.
+        """
+        self._times[event] = time.perf_counter()
 
-    def mark_rollouts(self, *, prefetch_s: float | None) -> None:
-        """The rollouts are finished; ``prefetch_s`` is their duration if they were generated during an
+    def metrics(
+        self, *, prefetch_s: float | None, num_policy_tokens: float, num_computed_tokens: int
+    ) -> dict[str, float]:
+        """Seconds, idle shares of processes, tokens per second, and peak memory; called after the engines
+        have the new weights. ``prefetch_s`` is the duration of the rollouts if they were generated during an
         update.
         """
-        self._rollout_end = time.perf_counter()
-        self._rollout_s = self._rollout_end - self.start if prefetch_s is None else prefetch_s
-
-    def mark_update_start(self) -> None:
-        """The update begins."""
-        self._update_start = time.perf_counter()
-
-    def mark_update_end(self) -> None:
-        """The update has ended; the step may wait for rollouts of the next one."""
-        self._update_end = time.perf_counter()
-
-    def mark_wait_end(self) -> None:
-        """The wait for rollouts has ended."""
-        self._waited_s = time.perf_counter() - self._update_end
-
-    def metrics(self, *, num_policy_tokens: float, num_computed_tokens: int) -> dict[str, float]:
-        """Seconds, idle shares of processes, tokens per second, and peak memory; called after the engines
-        have the new weights.
-        """
-        now = time.perf_counter()
-        step_s, update_s = now - self.start, now - self._rollout_end - self._waited_s
+        times, now = self._times, time.perf_counter()
+        rollout_s = times["rollouts"] - times["start"] if prefetch_s is None else prefetch_s
+        step_s = now - times["start"]
+        update_s = now - times["rollouts"] - (times["wait_end"] - times["update_end"])
         values = {
-            "time/rollout": self._rollout_s,
+            "time/rollout": rollout_s,
             "time/update": update_s,
             "time/step": step_s,
-            "speed/rollout_tokens": num_policy_tokens / self._rollout_s,
+            "speed/rollout_tokens": num_policy_tokens / rollout_s,
             "speed/update_tokens": num_computed_tokens / update_s,
             "memory/peak_rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        if self.remote is None:
+        if self._remote is None:
             return values
         busy = {
-            "time/idle_trainers": (self._update_end - self._update_start) / step_s,
-            "time/idle_engines": (self.remote.busy_s() - self._busy_s) / step_s,
+            "time/idle_trainers": (times["update_end"] - times["update_start"]) / step_s,
+            "time/idle_engines": (self._remote.busy_s() - self._busy_s) / step_s,
         }
         return values | {name: min(1.0, max(0.0, 1.0 - share)) for name, share in busy.items()}
 
@@ -374,14 +358,9 @@ _ORIGINS: Final[Mapping[str, Origin]] = {
 
 def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     """Rewards, outcomes, lengths, turns, tools and tokens of a step's own rollouts; means exclude faults."""
-    every = [leaf for trace in traces for leaf, _ in trace.own_rollouts()]
-    scored = [
-        (leaf, path)
-        for trace in traces
-        for leaf, path in trace.own_rollouts()
-        if leaf.episode_return is not None
-    ]
-    outcomes = Counter(leaf.outcome for leaf in every)
+    every = [rollout for trace in traces for rollout in trace.own_rollouts()]
+    scored = [(leaf, path) for leaf, path in every if leaf.episode_return is not None]
+    outcomes = Counter(leaf.outcome for leaf, _ in every)
     metrics = {f"rollout/num_{outcome.value}": float(outcomes[outcome]) for outcome in Outcome}
     metrics |= {
         "rollout/num": float(len(every)),
@@ -391,8 +370,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     }
     if not scored:
         return metrics
-    # a shared node was written once
-    nodes = list({id(node): node for _, path in scored for node in path}.values())
+    nodes = _unique_nodes(path for _, path in scored)
     policy = [node for node in nodes if node.trainable]
     returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
     # Per rollout: a node that several share counts in each.
@@ -480,14 +458,13 @@ def _num_executed_calls(paths: Sequence[Sequence[Node]]) -> float:
 def _num_discarded(traces: Sequence[Trace]) -> int:
     """Policy tokens that are in no rollout with a return, because a fault ended their try."""
     written = sum(len(node.token_ids) for trace in traces for node in trace.nodes if node.trainable)
-    paths = {
-        id(node): node
-        for trace in traces
-        for _, path in trace.scored_rollouts()
-        for node in path
-        if node.trainable
-    }
-    return written - sum(len(node.token_ids) for node in paths.values())
+    scored = _unique_nodes(path for trace in traces for _, path in trace.scored_rollouts())
+    return written - sum(len(node.token_ids) for node in scored if node.trainable)
+
+
+def _unique_nodes(paths: Iterable[Sequence[Node]]) -> list[Node]:
+    """The nodes of these paths; one that several rollouts share was written once."""
+    return list({id(node): node for path in paths for node in path}.values())
 
 
 def diversity(traces: Sequence[Trace]) -> float | None:
@@ -547,21 +524,15 @@ def retrieval_metrics(
     """RAPO's metrics (spec section 12). ``counts`` are the hook's counts of this step; values without data
     are left out.
     """
-    rollouts = [
-        (leaf, path, trace.modes[leaf.rollout])
-        for trace in traces
-        for leaf, path in trace.rollouts()
-        if leaf.episode_return is not None
-    ]
-    retrieved = [
-        (leaf, path) for leaf, path, _ in rollouts if any(node.origin is Origin.BUFFER for node in path)
-    ]
-    plain = [
-        (leaf, path) for leaf, path, _ in rollouts if all(node.origin is not Origin.BUFFER for node in path)
-    ]
-    num_hybrid = sum(has_part(mode, HYBRID) for _, _, mode in rollouts)
-    # a shared one was inserted once
-    nodes = list({id(node): node for _, path, _ in rollouts for node in path}.values())
+    rollouts = [rollout for trace in traces for rollout in trace.scored_rollouts()]
+    retrieved, plain = (
+        [(leaf, path) for leaf, path in rollouts if any(node.origin is Origin.BUFFER for node in path) is has]
+        for has in (True, False)
+    )
+    num_hybrid = sum(
+        has_part(trace.modes[leaf.rollout], HYBRID) for trace in traces for leaf, _ in trace.scored_rollouts()
+    )
+    nodes = _unique_nodes(path for _, path in rollouts)
     inserted = [node for node in nodes if node.origin is Origin.BUFFER]
     metrics = {
         "retrieval/num_inserted": float(len(inserted)),

@@ -19,12 +19,18 @@ from outrider.training.packing import RolloutPath, advantages_by_rollout
 from outrider.training.update import Floats, TokenRecord, UpdateReport, make_mini_batches
 from outrider.types import Origin
 from outrider.viewer.records import (
-    MemoryWriter,
+    EXPERTS_FILE,
+    MEMORY,
+    ROLLOUT_SCHEMA,
+    ROLLOUTS,
+    SCHEMA,
     RolloutRow,
-    RolloutWriter,
+    StepFiles,
     TraceRow,
-    TraceWriter,
+    changes_to_table,
+    evaluation_file,
     rollout_row,
+    step_file,
 )
 
 
@@ -232,21 +238,22 @@ class RecordFiles:
         changes = [*parts.algorithm.memory_changes()]
         if parts.buffer is not None:
             changes.append(MemoryChange(memory="steps", change="revision", version=parts.buffer.revision))
-        MemoryWriter(self.run).write(step, changes)
-        RolloutWriter(self.run).write(step, rows.rollouts)
-        TraceWriter(self.run / "traces").write(step, rows.nodes)
+        if changes:
+            StepFiles(self.run / MEMORY).write_table(step_file(step), changes_to_table(step, changes))
+        self._write(step_file(step), rows)
 
     def write_evaluation(self, parts: Components, traces: Sequence[Trace], *, number: int, step: int) -> None:
         """Write the evaluation that will be line ``number`` of ``evaluations.jsonl``. Raises OSError."""
         rows = trace_rows(traces, step=step, tokenizer=parts.renderer.tokenizer)
-        RolloutWriter(self.run).write_evaluation(number, rows.rollouts)
-        TraceWriter(self.run / "traces").write_evaluation(number, rows.nodes)
+        self._write(evaluation_file(number), rows)
 
     def write_experts(self, parts: Components, traces: Sequence[Trace]) -> None:
         """Write the expert rollouts of the cold start. Raises OSError."""
-        rows = trace_rows(traces, step=0, tokenizer=parts.renderer.tokenizer)
-        RolloutWriter(self.run).write_experts(rows.rollouts)
-        TraceWriter(self.run / "traces").write_experts(rows.nodes)
+        self._write(EXPERTS_FILE, trace_rows(traces, step=0, tokenizer=parts.renderer.tokenizer))
+
+    def _write(self, name: str, rows: RecordRows) -> None:
+        StepFiles(self.run / ROLLOUTS).write_rows(name, rows.rollouts, ROLLOUT_SCHEMA)
+        StepFiles(self.run / "traces").write_rows(name, rows.nodes, SCHEMA)
 
 
 def collect_node_values(

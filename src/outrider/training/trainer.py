@@ -202,7 +202,7 @@ class Trainer:
     def _train_step(self) -> dict[str, Field]:
         """Run one training step, and return the fields of the progress display."""
         parts, state, cluster = self.parts, self.state, self.parts.settings.cluster
-        clock = StepClock(remote=parts.remote)
+        clock = StepClock(parts.remote)
         self.progress.advance(self.num_done, phase="collecting rollouts")
         queued = self._next_rollouts()
         sampled = queued.sampled
@@ -212,7 +212,7 @@ class Trainer:
         off_policy, mix_metrics = add_off_policy_groups(
             parts, sampled.traces, step=state.step, note=self.progress.note
         )
-        clock.mark_rollouts(prefetch_s=queued.seconds or None)
+        clock.mark("rollouts")
         if not cluster.max_staleness:  # otherwise turns are being generated
             parts.engine.free_cache()
         group_advantages = assign_step_advantages(parts, sampled.selected)
@@ -224,7 +224,7 @@ class Trainer:
         if self.async_queue is not None and not self._is_last(sampled):
             # rolled out during this update
             self.async_queue.begin(self._last_step(state.step + cluster.max_staleness))
-        clock.mark_update_start()
+        clock.mark("update_start")
         self.progress.advance(self.num_done, phase="update")
         update_traces = interleave(sampled.selected, off_policy)
         version = parts.engine.weight_version if cluster.max_staleness else None
@@ -241,14 +241,14 @@ class Trainer:
             probes=probes,
             training_step=state.step,
         )
-        clock.mark_update_end()
+        clock.mark("update_end")
         if self.async_queue is not None:
             self.async_queue.wait_for_weights(
                 on_tick=lambda text: self.progress.advance(
                     self.num_done, phase="waiting for rollouts of the next step", rollouts=text
                 )
             )
-        clock.mark_wait_end()
+        clock.mark("wait_end")
         self.progress.advance(self.num_done, phase="loading the new weights into the engine")
         parts.engine.load(parts.engine.weight_version + 1)
         state.step += 1
@@ -262,6 +262,7 @@ class Trainer:
             counts_before=queued.counts,
         )
         values |= staleness | clock.metrics(
+            prefetch_s=queued.seconds or None,
             num_policy_tokens=values.get("tokens/policy", 0.0),
             num_computed_tokens=update_report.num_computed_tokens,
         )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -310,31 +310,15 @@ def shuffle_samples(
         contexts: dict[int, list[int]] = {}
         for index, number in sorted(samples[at] for at in order[start : start + size]):
             contexts.setdefault(index, []).append(number)
-        mini_batches.append(
-            [
-                replace(
-                    paths[index],
-                    rollout_index=position,
-                    nodes=_select_contexts(paths[index].nodes, numbers),
-                    nodes_with_tips=_select_contexts(paths[index].nodes_with_tips, numbers),
-                    nodes_with_help=_select_contexts(paths[index].nodes_with_help, numbers),
-                )
-                for position, (index, numbers) in enumerate(contexts.items())
-            ]
-        )
+        mini_batches.append([])
+        for position, (index, numbers) in enumerate(contexts.items()):
+            parts: dict[str, Any] = {}
+            for name in ("nodes", "nodes_with_tips", "nodes_with_help"):
+                if (nodes := getattr(paths[index], name)) is not None:
+                    every = split_contexts(nodes)
+                    parts[name] = [node for number in numbers for node in every[number]]
+            mini_batches[-1].append(replace(paths[index], rollout_index=position, **parts))
     return mini_batches
-
-
-@overload
-def _select_contexts(nodes: Sequence[Node], numbers: Sequence[int]) -> Sequence[Node]: ...
-@overload
-def _select_contexts(nodes: None, numbers: Sequence[int]) -> None: ...
-def _select_contexts(nodes: Sequence[Node] | None, numbers: Sequence[int]) -> Sequence[Node] | None:
-    """The nodes of these contexts of a rollout."""
-    if nodes is None:
-        return None
-    parts = split_contexts(nodes)
-    return [node for number in numbers for node in parts[number]]
 
 
 def split_mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
@@ -379,8 +363,9 @@ class _MiniBatch:
     """The rollouts of one optimizer step, packed once for all epochs.
 
     ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
-    weights [T] of their tokens in the loss and, if the objective has such terms, in the likelihood of
-    successful rollouts and in the mean entropy, and those [M] of observations in their likelihood.
+    weights [T] of their tokens in the loss. ``extra_weights`` are those of further terms by metric, if the
+    objective has them: [T] in the likelihood of successful rollouts and in the mean entropy, [M] in the
+    likelihood of observations.
     ``old_scores`` None: the training pass gives the old log-probs. ``with_tips``: log-probs in the context
     with tips, of every rollout that is trained in another rendering, computed before any step (EMPO², arXiv
     2602.23008, App. C). The numerator of the ratio is the policy without tips; the denominator is the policy
@@ -391,9 +376,7 @@ class _MiniBatch:
     trained: Sequence[RolloutPath]
     batches: Sequence[PackedBatch]
     weights: Sequence[Tensor]
-    sft_weights: Sequence[Tensor] | None
-    entropy_weights: Sequence[Tensor] | None
-    observation_weights: Sequence[Tensor] | None
+    extra_weights: Mapping[str, Sequence[Tensor]]
     old_scores: Sequence[TokenScores] | None = None
     with_tips: OtherScores | None = None
     distill: DistillTerm | None = None
@@ -444,26 +427,20 @@ class _Update:
                 weights=_distill_weights(every, self.objective, distill, batches, masks, has_term_R),
                 scale=distill.scale * max(0.0, 1.0 - self.training_step / distill.scale_steps),
             )
+        objective, ranks, extra = self.objective, self.policy.ranks, dict[str, Sequence[Tensor]]()
+        if trained and objective.positive_nll > 0:
+            extra["loss/positive_nll"] = success_weights(every, batches, ranks)
+        if trained and objective.entropy_bonus > 0:
+            extra["loss/entropy"] = mean_weights([~batch.is_off_policy_T for batch in batches], ranks)
+        if trained and objective.observation_nll > 0:
+            masks = [torch.ones_like(batch.observed_M) for batch in batches]
+            extra["loss/observation_nll"] = mean_weights(masks, ranks)
         return _MiniBatch(
             number=number,
             trained=trained,
             batches=batches,
             weights=_loss_weights(paths, self.objective, batches, num=len(every)) if trained else (),
-            sft_weights=(
-                success_weights(every, batches, self.policy.ranks)
-                if trained and self.objective.positive_nll > 0
-                else None
-            ),
-            entropy_weights=(
-                mean_weights([~batch.is_off_policy_T for batch in batches], self.policy.ranks)
-                if trained and self.objective.entropy_bonus > 0
-                else None
-            ),
-            observation_weights=(
-                mean_weights([torch.ones_like(batch.observed_M) for batch in batches], self.policy.ranks)
-                if trained and self.objective.observation_nll > 0
-                else None
-            ),
+            extra_weights=extra,
             distill=term,
         )
 
@@ -551,7 +528,9 @@ class _Update:
         meaningless). Appends the trainer's mismatch with the engine to ``mismatches``.
         """
         batch, with_tips, term = mini_batch.batches[index], mini_batch.with_tips, mini_batch.distill
-        options: dict[str, Any] = {} if mini_batch.entropy_weights is None else {"trains_entropy": True}
+        options: dict[str, Any] = (
+            {"trains_entropy": True} if "loss/entropy" in mini_batch.extra_weights else {}
+        )
         tokens = None if term is None else term.tokens(index, batch)
         if term is not None and tokens is not None and (support := term.support(tokens, batch)) is not None:
             options["support"] = support
@@ -597,19 +576,20 @@ class _Update:
             policy_factors_T=None if term is None else term.policy_factors(batch),
             term=term_losses,
         )
-        if mini_batch.sft_weights is not None:
-            nll = sft_loss(scores.logprobs_T, mini_batch.sft_weights[index], self.accumulator)
-            loss = loss + self.objective.positive_nll * nll
-        if mini_batch.observation_weights is not None and scores.observed_M is not None:
-            weights_M = mini_batch.observation_weights[index].to(scores.observed_M)
-            nll = weighted_loss(losses=-scores.observed_M, weights=weights_M)
-            self.accumulator.add_loss("loss/observation_nll", float(nll.detach()))
-            loss = loss + self.objective.observation_nll * nll
-        if mini_batch.entropy_weights is not None:
-            weights_T = mini_batch.entropy_weights[index].to(scores.entropies_T)
-            entropy = weighted_loss(losses=scores.entropies_T, weights=weights_T)
-            self.accumulator.add_loss("loss/entropy", float(entropy.detach()))
-            loss = loss - self.objective.entropy_bonus * entropy
+        observed_M = scores.observed_M
+        for name, factor, losses in (
+            ("loss/positive_nll", self.objective.positive_nll, -scores.logprobs_T),
+            (
+                "loss/observation_nll",
+                self.objective.observation_nll,
+                None if observed_M is None else -observed_M,
+            ),
+            ("loss/entropy", -self.objective.entropy_bonus, scores.entropies_T),
+        ):
+            if name in mini_batch.extra_weights and losses is not None:
+                mean = weighted_loss(losses=losses, weights=mini_batch.extra_weights[name][index].to(losses))
+                self.accumulator.add_loss(name, float(mean.detach()))
+                loss = loss + factor * mean
         own_T = ~inputs.is_off_policy_T
         if bool(own_T.any()):
             self.accumulator.add(
@@ -925,13 +905,6 @@ def mean_weights(masks: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
     # The count over all micro-batches of all ranks: the mean must not depend on how they were split.
     num = sum(ranks.gather(sum(int(mask.sum()) for mask in masks)))
     return [mask.double() / max(1, num) for mask in masks]
-
-
-def sft_loss(logprobs_T: Tensor, weights_T: Tensor, accumulator: MetricAccumulator) -> Tensor:
-    """The micro-batch's share of the mean; reported before its weight."""
-    loss = weighted_loss(losses=-logprobs_T, weights=weights_T.to(logprobs_T))
-    accumulator.add_loss("loss/positive_nll", float(loss.detach()))
-    return loss
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Final, Generic, TypeVar, get_args, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -46,9 +46,6 @@ _LATER: Final = frozenset(
 """Columns that were added within version 2 of the records."""
 
 
-RowT = TypeVar("RowT", "TraceRow", "RolloutRow")
-
-
 class StepFiles:
     """The files of one kind of record. The first write creates the folder."""
 
@@ -62,6 +59,10 @@ class StepFiles:
         with replacing(path) as stream:
             pq.write_table(table.replace_schema_metadata(FORMAT), stream, compression="zstd")
         return path
+
+    def write_rows(self, name: str, rows: Sequence[Any], schema: pa.Schema) -> Path:
+        """Write dataclass objects as a file. Raises OSError."""
+        return self.write_table(name, rows_to_table(rows, schema))
 
     def read_table(self, name: str, schema: pa.Schema) -> pa.Table:
         """The columns of ``schema``; one that an earlier version did not write is empty or null.
@@ -212,35 +213,8 @@ SCHEMA: Final = schema_of(TraceRow, single_precision=("advantages", "trainer_log
 _LISTS: Final = [field.name for field in SCHEMA if pa.types.is_list(field.type)]
 
 
-class _RowWriter(StepFiles, Generic[RowT]):
-    """Writes the rows of steps and evaluations, and of the experts of the cold start. Raises OSError."""
-
-    schema: ClassVar[pa.Schema]
-
-    def write(self, step: int, rows: Sequence[RowT]) -> Path:
-        """Write the rows of one step. Raises ``ValueError`` for rows of another step."""
-        if any(row.step != step for row in rows):
-            raise ValueError(f"a row belongs to another step than {step}")
-        return self.write_table(step_file(step), rows_to_table(rows, self.schema))
-
-    def write_evaluation(self, number: int, rows: Sequence[RowT]) -> Path:
-        """Write the rows of the evaluation in line ``number`` (from 0) of ``evaluations.jsonl``."""
-        return self.write_table(evaluation_file(number), rows_to_table(rows, self.schema))
-
-    def write_experts(self, rows: Sequence[RowT]) -> Path:
-        return self.write_table(EXPERTS_FILE, rows_to_table(rows, self.schema))
-
-
-class TraceWriter(_RowWriter[TraceRow]):
-    """Writes nodes of rollouts."""
-
-    schema = SCHEMA
-
-
 class TraceReader(StepFiles):
-    """Reads what :class:`TraceWriter` wrote. Raises :class:`~outrider.errors.DataError` for a missing or
-    damaged file.
-    """
+    """Reads nodes of rollouts. Raises :class:`~outrider.errors.DataError` for a missing or damaged file."""
 
     def read(self, step: int) -> tuple[TraceRow, ...]:
         """The nodes of a step in the order written."""
@@ -262,6 +236,27 @@ def parse_metadata(row: TraceRow) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return metadata if isinstance(metadata, dict) else {}
+
+
+def path_to_leaf(nodes: Mapping[tuple[str, int], TraceRow], leaf: TraceRow) -> list[TraceRow]:
+    """The rows from the root to a leaf, as far as they are in ``nodes`` (by trace and node id)."""
+    path = [leaf]
+    while (parent := nodes.get((leaf.trace_id, path[-1].parent_id))) is not None and len(path) <= len(nodes):
+        path.append(parent)
+    return path[::-1]
+
+
+def whole_rollouts(rows: Sequence[TraceRow]) -> Iterator[list[TraceRow]]:
+    """The rollouts of a trace file in its order, each with its rows from root to leaf. Raises DataError for a
+    missing node.
+    """
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
+    for row in rows:
+        if row.outcome is not None:
+            path = path_to_leaf(nodes, row)
+            if (missing := path[0].parent_id) != -1:
+                raise DataError(f"trace {row.trace_id}: node {missing} is missing from the record")
+            yield path
 
 
 def last_episode(path: Sequence[TraceRow]) -> Sequence[TraceRow]:
@@ -355,15 +350,6 @@ class RolloutRow:
 ROLLOUT_SCHEMA: Final = schema_of(RolloutRow)
 
 
-class RolloutWriter(_RowWriter[RolloutRow]):
-    """Writes rollouts."""
-
-    schema = ROLLOUT_SCHEMA
-
-    def __init__(self, run: Path) -> None:
-        super().__init__(run / ROLLOUTS)
-
-
 def read_rollouts(run: Path, name: str) -> pa.Table:
     """Read the rollouts of a step or evaluation. For records of version 1, which have no rollout files,
     derive them from the nodes.
@@ -378,14 +364,7 @@ def read_rollouts(run: Path, name: str) -> pa.Table:
 def rollouts_from_traces(rows: Sequence[TraceRow]) -> Iterator[RolloutRow]:
     """Derive the rollouts that end at a leaf among these nodes, as far as version 1 recorded them."""
     nodes = {(row.trace_id, row.node_id): row for row in rows}
-    for leaf in rows:
-        if leaf.outcome is None:
-            continue
-        path, node = [leaf], leaf
-        while (parent := nodes.get((leaf.trace_id, node.parent_id))) is not None and len(path) <= len(rows):
-            path.append(parent)
-            node = parent
-        yield rollout_row(path[::-1], leaf)
+    return (rollout_row(path_to_leaf(nodes, row), row) for row in rows if row.outcome is not None)
 
 
 def rollout_row(
@@ -452,19 +431,10 @@ MEMORY: Final = "memory"
 MEMORY_SCHEMA: Final = pa.schema([pa.field("step", pa.int64(), nullable=False), *schema_of(MemoryChange)])
 
 
-class MemoryWriter(StepFiles):
-    """Writes the changes of steps."""
-
-    def __init__(self, run: Path) -> None:
-        super().__init__(run / MEMORY)
-
-    def write(self, step: int, changes: Sequence[MemoryChange]) -> Path | None:
-        """Write no file if nothing has changed. Raises OSError."""
-        if not changes:
-            return None
-        table = rows_to_table(changes, pa.schema(list(MEMORY_SCHEMA)[1:]))
-        steps = pa.array([step] * len(changes), pa.int64())
-        return self.write_table(step_file(step), table.add_column(0, MEMORY_SCHEMA.field("step"), steps))
+def changes_to_table(step: int, changes: Sequence[MemoryChange]) -> pa.Table:
+    """The changes of a step in the schema of the files."""
+    table = rows_to_table(changes, pa.schema(list(MEMORY_SCHEMA)[1:]))
+    return table.add_column(0, MEMORY_SCHEMA.field("step"), pa.array([step] * len(changes), pa.int64()))
 
 
 def read_changes(run: Path, *, until: int) -> Iterator[tuple[int, MemoryChange]]:

@@ -19,7 +19,7 @@ from markupsafe import Markup
 from outrider.errors import DataError
 from outrider.printing import score
 from outrider.types import Origin
-from outrider.viewer.records import TraceReader, TraceRow, parse_metadata
+from outrider.viewer.records import TraceReader, TraceRow, parse_metadata, path_to_leaf
 from outrider.viewer.run_reader import finite
 
 
@@ -428,19 +428,14 @@ def _readable_steps(reader: TraceReader, notes: list[str]) -> Iterator[tuple[Tra
 
 def samples_from_rows(rows: Sequence[TraceRow], notes: list[str]) -> list[Sample]:
     """Every finished rollout with its path; a leaf without a path to a root is left out and noted."""
-    nodes = {(row.task_key, row.trace_id, row.node_id): row for row in rows}
+    nodes = {(row.trace_id, row.node_id): row for row in rows}
     samples: list[Sample] = []
     for leaf in rows:
         if leaf.outcome is None:
             continue
-        path = [leaf]
-        while path[-1].parent_id != -1 and len(path) <= len(rows):
-            parent = nodes.get((leaf.task_key, leaf.trace_id, path[-1].parent_id))
-            if parent is None:
-                break
-            path.append(parent)
-        if path[-1].parent_id == -1:
-            samples.append(Sample(leaf=leaf, path=tuple(reversed(path))))
+        path = path_to_leaf(nodes, leaf)
+        if path[0].parent_id == -1:
+            samples.append(Sample(leaf=leaf, path=tuple(path)))
         else:
             notes.append(
                 f"traces: step {leaf.step} node {leaf.node_id} has no path to a root and was left out"

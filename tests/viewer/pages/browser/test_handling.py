@@ -13,7 +13,15 @@ import pytest
 
 from outrider.cli import main
 from outrider.types import Origin, Outcome
-from outrider.viewer.records import RolloutWriter, TraceRow, TraceWriter, rollouts_from_traces
+from outrider.viewer.records import (
+    ROLLOUT_SCHEMA,
+    ROLLOUTS,
+    SCHEMA,
+    StepFiles,
+    TraceRow,
+    rollouts_from_traces,
+    step_file,
+)
 from tests.viewer.pages.browser.conftest import AXE
 from tests.viewer.pages.browser.places import VIEWS, place, row_with, until, views
 from tests.viewer.pages.serving import Served, serving
@@ -106,8 +114,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             metadata=json.dumps({"help": [{"source": "sibling", "text": f"{TURNED} {ATTACK}", "tokens": 9}]}),
         ),
     ]  # fmt: skip
-    TraceWriter(run / "traces").write(1, rows)
-    RolloutWriter(run).write(1, list(rollouts_from_traces(rows)))
+    StepFiles(run / "traces").write_rows(step_file(1), rows, SCHEMA)
+    StepFiles(run / ROLLOUTS).write_rows(step_file(1), list(rollouts_from_traces(rows)), ROLLOUT_SCHEMA)
     with serving([run]) as found:
         yield found
 
