@@ -229,8 +229,15 @@ class ChatRenderer:
         followed = self.template.text_after_mark(
             "tool results", [USER_MESSAGE, placeholder, *chat], opened=True, mark=mark
         )
-        common = self.template.closing(closed, followed).text
         end = self._turn_end.text
+        try:
+            common = self.template.closing(closed, followed).text
+        except ModelError:
+            # Some templates write a call at the end of a conversation differently from an earlier one
+            # (Nemotron Nano v2, Apriel 1.5). Both turns end like an answer.
+            if not self.template.markers.search(end) or end not in followed:
+                raise
+            return self._turn_end, followed.split(end, 1)[1]
         if not common.endswith(end):  # turns with calls have another marker
             last = [match.start() for match in self.template.markers.finditer(common)][-1:]
             end = common[last[0] :] if last else common
