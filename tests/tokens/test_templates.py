@@ -15,7 +15,7 @@ from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
 from outrider.tokens.template_check import check_template
-from outrider.types import Message, Outcome, Role
+from outrider.types import Message, Outcome, Role, ToolCall
 from tests.conversations import TOOLS
 from tests.rollout.fakes import Factory, Fake, say, scripted, tasks
 from tests.tokens.test_renderer import CONTENT, byte_tokenizer
@@ -200,6 +200,7 @@ CALLS = (
     "{% for c in m['tool_calls'] or [] %}{{ '<call>' + c['function'] | tojson }}ID{{ '</call>' }}{% endfor %}"
     "{{ END }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
+CALL = ToolCall(name="lookup", arguments={"key": "c"}, call_id="call00000")
 RESULT = Message(role="tool", content="found", tool_call_id="call00000", tool_name="lookup")
 
 
@@ -233,6 +234,19 @@ def test_an_end_after_the_result_is_not_that_of_the_call() -> None:
     end = "'</s>' if loop.last and m['tool_calls'] else '' if m['tool_calls'] else '\n<|end|>\n'"
     with pytest.raises(ModelError, match=r"a call, then its result\): it drops its text"):
         check_template(calling_renderer("tool", end=end), ("tool",))
+
+
+def test_thinking_that_is_rendered_only_with_calls_has_a_key() -> None:
+    """Kimi K2's template does so at the end of a conversation."""
+    thinking = (
+        "{% if m['role'] == 'assistant' %}"
+        "{{ '<think>' + ((m['reasoning_content'] or '') if m['tool_calls'] else '') + '</think>' }}"
+        "{% endif %}"
+    )
+    renderer = calling_renderer("tool", thinking=thinking)
+    turn = Message(role="assistant", content="", reasoning="because", tool_calls=(CALL,))
+    text = renderer.whole_text([message("user", "q"), turn, RESULT], TOOLS)
+    assert "<|assistant|>\n<think>because</think><call>" in text and text.count("because") == 1
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
