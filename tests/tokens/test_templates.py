@@ -249,6 +249,18 @@ def test_thinking_that_is_rendered_only_with_calls_has_a_key() -> None:
     assert "<|assistant|>\n<think>because</think><call>" in text and text.count("because") == 1
 
 
+@pytest.mark.parametrize(("role", "answer"), [("user", "an answer"), ("tool", "another call")])
+def test_thinking_that_is_dropped_after_a_further_turn_is_reported(role: Role, answer: str) -> None:
+    """LFM2.5 keeps the thinking of the last turn, wherever that is."""
+    thinking = (
+        "{% set last = messages | selectattr('role', 'equalto', 'assistant') | list | last %}"
+        "{% if m['role'] == 'assistant' and m['reasoning_content'] and m == last %}"
+        "{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+    )
+    differs = check_template(calling_renderer(role, thinking=thinking), (role,)).differs
+    assert any(order.startswith("thinking") and answer in order for order in differs)
+
+
 @pytest.mark.parametrize("name", ["mistral", "phi3"])
 def test_a_rollout_with_a_system_message_and_observations_finishes(name: str) -> None:
     class Ruled(Fake):
