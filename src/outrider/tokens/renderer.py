@@ -21,11 +21,16 @@ from outrider.tokens.template import (
     decode_text,
     load_templates,
 )
-from outrider.tokens.tool_calls import THINKING_END, ParsedTurn, opened_thinking, split_thinking
+from outrider.tokens.tool_calls import (
+    THINKING_END,
+    ParsedTurn,
+    find_thinking_tokens,
+    opened_thinking,
+    split_thinking,
+)
 from outrider.types import Message, Role, ToolSchema
 
 HistoryThinking = Literal["keep", "strip"]
-_THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
@@ -406,9 +411,10 @@ class ChatRenderer:
     @cached_property
     def _visible_tokens(self) -> frozenset[int]:
         """Special tokens that are part of the text of the policy."""
-        markers = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(i for i, token in added.items() if token.special and str(token) in markers)
+        special = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        markers = self.call_format.markers if self.call_format else ()
+        visible = find_thinking_tokens(special.values()).union(markers)
+        return frozenset(i for i, token in special.items() if token in visible)
 
     # Messages as the chat of the template: missing roles, earlier thinking and calls, tools.
 

@@ -7,7 +7,7 @@ Parsing never raises, whatever a policy wrote and whatever JSON is used as a sch
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote
@@ -591,6 +591,12 @@ def _end_of_thoughts(text: str) -> int:
         else:
             opened = kind
     return end + len(text[end:]) - len(text[end:].lstrip()) if end else 0
+
+
+def find_thinking_tokens(tokens: Collection[str]) -> frozenset[str]:
+    """Those of a tokenizer's special tokens that are markers of thinking or parts of one."""
+    parts = {"<|channel>", *(("<|channel|>", "<|message|>", "<|start|>") if "<|channel|>" in tokens else ())}
+    return frozenset(token for token in tokens if token in parts or _MARKERS.fullmatch(token))
 
 
 def ends_thinking(text: str) -> bool:
