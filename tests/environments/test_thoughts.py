@@ -1,5 +1,7 @@
 r"""A model's thoughts are never graded, whatever marks them and wherever the answer is read."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,11 @@ from outrider.environments.grading.answers import extract_answer, last_boxed
 from outrider.environments.tool_qa.environment import NativeTurn, native_fault
 from outrider.environments.tool_qa.rewards import RewardConfig, Turn, final_answer, score_answer, score_turns
 from outrider.evaluation.grading import find_variant
+from outrider.tokens import ChatRenderer
 from outrider.tokens.tool_calls import without_thoughts
+from outrider.types import Message
+from tests.tiny import TEMPLATE
+from tests.tokens.test_renderer import byte_tokenizer
 
 MARKERS = [
     ("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<Thought>", "</Thought>"),
@@ -37,6 +43,21 @@ def test_only_the_text_after_the_thoughts_is_graded(opening: str, closing: str, 
         assert is_right(thought + said, "7", kind)
         assert not is_right(thought + said, "5", kind)
     assert last_boxed(thought) is None and extract_answer(thought) == ""
+
+
+@pytest.mark.parametrize(("opening", "closing"), MARKERS)
+def test_thoughts_of_a_sampled_turn_are_not_graded(opening: str, closing: str) -> None:
+    """Their markers may be special tokens, and the turn is decoded from its ids."""
+    tokenizer = byte_tokenizer(TEMPLATE)
+    special = re.findall(r"<\|?[\w:/]+\|?>|\[/?THINK\]|\u25c1/?think\u25b7", opening + closing)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *special]})
+    renderer = ChatRenderer(tokenizer)
+    prompt = renderer.prompt([Message(role="user", content="2 + 5?")])
+    thought = f"{opening}Perhaps \\boxed{{5}} or <answer>5</answer>?{closing}"
+    ids = tokenizer.encode(f"{thought}So \\boxed{{7}}.", add_special_tokens=False)
+    for text in (renderer.turn_text(ids, context=prompt), renderer.parse(ids, context=prompt).content):
+        for kind in ("math", "qa"):
+            assert is_right(text, "7", kind) and not is_right(text, "5", kind)
 
 
 @pytest.mark.parametrize(

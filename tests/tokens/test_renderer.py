@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from outrider.tokens import ChatRenderer
+from outrider.tokens.renderer import HistoryThinking
 from outrider.types import Message, Role
 from tests.tiny import TEMPLATE
 
@@ -171,3 +172,86 @@ def test_text_never_becomes_a_chat_marker(name: str) -> None:
     assert num_special(ids) == num_special(renderer.bridge((), [message("user", "x")]))
     assert num_special(renderer.bridge((), [message("inline", attack)])) == 0
     assert "say yes" in tokenizer.decode(ids)
+
+
+# Markers of thinking that are special tokens
+
+THINKING = {  # markers, a turn, and its visible text
+    "mistral": (["[THINK]", "[/THINK]"], "[THINK]Is it 5? No.[/THINK]It is 7.", None),
+    "gemma": (["<|channel>", "<channel|>"], "<|channel>thought\nIs it 5? No.<channel|>It is 7.", None),
+    "command-a": (
+        ["<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>"],
+        "<|START_THINKING|>Is it 5? No.<|END_THINKING|><|START_RESPONSE|>It is 7.",
+        "<|START_THINKING|>Is it 5? No.<|END_THINKING|>It is 7.",
+    ),
+    "apertus": (
+        ["<|inner_prefix|>", "<|inner_suffix|>"], "<|inner_prefix|>Is it 5? No.<|inner_suffix|>It is 7.", None
+    ),
+    "seed": (["<seed:think>", "</seed:think>"], "<seed:think>Is it 5? No.</seed:think>It is 7.", None),
+    "qwen": (["<think>", "</think>"], "<think>Is it 5? No.</think>It is 7.", None),
+    "gpt-oss": (
+        ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"],
+        "<|channel|>analysis<|message|>Is it 5? No.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "It is 7.",
+        "<|channel|>analysis<|message|>Is it 5? No.<|start|>assistant<|channel|>final<|message|>It is 7.",
+    ),
+    "neither": (["<|message|>", "<|start|>"], "<|start|><|message|>It is 7.", "It is 7."),
+}  # fmt: skip
+HISTORY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['reasoning_content'] %}{{ OPENING + m['reasoning_content'] + CLOSING }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def thinking_renderer(
+    name: str, template: str = CHATML, *, thinking: HistoryThinking = "keep"
+) -> ChatRenderer:
+    markers = THINKING[name][0]
+    quoted = [f"'{marker}'" for marker in markers]
+    tokenizer = byte_tokenizer(template.replace("OPENING", quoted[0]).replace("CLOSING", quoted[1]))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *markers]})
+    return ChatRenderer(tokenizer, history_thinking=thinking)
+
+
+@pytest.mark.parametrize("name", THINKING)
+def test_thoughts_between_special_tokens_are_not_the_answer(name: str) -> None:
+    renderer = thinking_renderer(name)
+    _, written, visible = THINKING[name]
+    prompt = renderer.prompt([Message(role="user", content="2 + 5?")])
+    ids = renderer.tokenizer.encode(f"{written}<|im_end|>", add_special_tokens=False)
+    assert renderer.turn_text(ids, context=prompt) == (visible or written)
+    turn = renderer.parse(ids, context=prompt)
+    assert (turn.content, turn.problems) == ("It is 7.", ())
+    assert turn.reasoning.removeprefix("thought\n") == ("" if name == "neither" else "Is it 5? No.")
+    unclosed = renderer.tokenizer.encode(written.partition(" No.")[0], add_special_tokens=False)
+    if name != "neither":
+        assert renderer.parse(unclosed, context=prompt).content == ""
+
+
+@pytest.mark.parametrize("name", [name for name in THINKING if name not in ("gpt-oss", "neither")])
+def test_only_the_template_writes_the_markers_of_earlier_thoughts(name: str) -> None:
+    markers, written, visible = THINKING[name]
+    question = Message(role="user", content=f"What is {markers[0]}?")
+    for template, thinking, count in ((HISTORY, "keep", 1), (CHATML, "strip", 0)):
+        renderer = thinking_renderer(name, template, thinking=thinking)
+        tokens = [renderer.tokenizer.convert_tokens_to_ids(marker) for marker in markers[:2]]
+        turn = renderer.parse_message(visible or written, ())
+        ids = renderer.prompt([question, turn, question])
+        assert [ids.count(token) for token in tokens] == [count, count]
+        text = renderer.tokenizer.decode(ids)
+        assert text.count("It is 7.") == 1 and text.count("Is it 5?") == count
+        quoted = renderer.prompt([question, Message(role="assistant", content=visible or written), question])
+        assert not {*tokens} & {*quoted}
+
+
+@pytest.mark.parametrize("name", [name for name in THINKING if name != "neither"])
+def test_a_demonstration_with_thoughts_has_the_ids_of_a_sampled_turn(name: str) -> None:
+    renderer = thinking_renderer(name)
+    _, written, visible = THINKING[name]
+    text = visible or written
+    prompt = renderer.prompt([Message(role="user", content="2 + 5?")])
+    ids = renderer.turn_ids(renderer.demonstration(text, prompt), prompt, is_closed=True)
+    assert ids == renderer.tokenizer.encode(f"{text}<|im_end|>", add_special_tokens=False)
+    assert renderer.turn_text(ids, context=prompt) == text

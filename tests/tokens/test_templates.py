@@ -14,7 +14,9 @@ from outrider.rollout.episode import Sampling
 from outrider.rollout.scheduler import Scheduler
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer, decode_text
-from outrider.types import Message, Outcome, Role
+from outrider.tokens.template_check import check_template
+from outrider.types import Message, Outcome, Role, ToolCall
+from tests.conversations import TOOLS
 from tests.rollout.fakes import Factory, Fake, say, scripted, tasks
 from tests.tokens.test_renderer import CONTENT, byte_tokenizer
 
@@ -189,6 +191,74 @@ def test_templates_that_cannot_render_are_errors_at_load(template: str, reason: 
 def test_a_role_that_the_template_refuses_later_is_a_model_error() -> None:
     with pytest.raises(ModelError, match="refuses user, assistant, tool: "):
         RENDERERS["mistral"].bridge(ids("mistral", "hello"), [message("tool", "obs")])
+
+
+# Turns with calls and thinking
+
+CALLS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' }}THINKING{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}{{ '<call>' + c['function'] | tojson }}ID{{ '</call>' }}{% endfor %}"
+    "{{ END }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+CALL = ToolCall(name="lookup", arguments={"key": "c"}, call_id="call00000")
+RESULT = Message(role="tool", content="found", tool_call_id="call00000", tool_name="lookup")
+
+
+def calling_renderer(role: Role, *, thinking: str = "", call_id: str = "", end: str = "") -> ChatRenderer:
+    fast = tokenizer("phi3 twice")
+    fast.chat_template = (
+        CALLS.replace("THINKING", thinking).replace("ID", call_id).replace("END", end or "'\n<|end|>\n'")
+    )
+    return ChatRenderer(fast, call_format="hermes", observations=(role,))
+
+
+@pytest.mark.parametrize(
+    "renderer",
+    [
+        calling_renderer("tool", end="'<|end|>\n\n' if loop.last and m['tool_calls'] else '\n<|end|>\n'"),
+        calling_renderer("tool", call_id="{{ '' if m == messages[-1] else c['id'] }}"),
+    ],
+    ids=["another end of the last turn", "ids of earlier calls"],
+)
+def test_a_call_that_is_rendered_differently_at_the_end_of_a_conversation(renderer: ChatRenderer) -> None:
+    check_template(renderer, ("tool",))
+    encode, call = renderer.template.encode, "<call>...</call>"
+    ids = [*renderer.prompt([message("user", "q")], TOOLS), *encode(call)]
+    for written in ("", "\n<|end|>"):
+        turn = [*ids, *encode(written)]
+        whole = [*ids, *encode("\n<|end|>\n<|tool|>\nfound\n<|end|>\n<|assistant|>\n")]
+        assert [*turn, *renderer.bridge(turn, [RESULT])] == whole
+
+
+def test_an_end_after_the_result_is_not_that_of_the_call() -> None:
+    end = "'</s>' if loop.last and m['tool_calls'] else '' if m['tool_calls'] else '\n<|end|>\n'"
+    with pytest.raises(ModelError, match=r"a call, then its result\): it drops its text"):
+        check_template(calling_renderer("tool", end=end), ("tool",))
+
+
+def test_thinking_that_is_rendered_only_with_calls_has_a_key() -> None:
+    """Kimi K2's template does so at the end of a conversation."""
+    thinking = (
+        "{% if m['role'] == 'assistant' %}"
+        "{{ '<think>' + ((m['reasoning_content'] or '') if m['tool_calls'] else '') + '</think>' }}"
+        "{% endif %}"
+    )
+    renderer = calling_renderer("tool", thinking=thinking)
+    turn = Message(role="assistant", content="", reasoning="because", tool_calls=(CALL,))
+    text = renderer.whole_text([message("user", "q"), turn, RESULT], TOOLS)
+    assert "<|assistant|>\n<think>because</think><call>" in text and text.count("because") == 1
+
+
+@pytest.mark.parametrize(("role", "answer"), [("user", "an answer"), ("tool", "another call")])
+def test_thinking_that_is_dropped_after_a_further_turn_is_reported(role: Role, answer: str) -> None:
+    """LFM2.5 keeps the thinking of the last turn, wherever that is."""
+    thinking = (
+        "{% set last = messages | selectattr('role', 'equalto', 'assistant') | list | last %}"
+        "{% if m['role'] == 'assistant' and m['reasoning_content'] and m == last %}"
+        "{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+    )
+    differs = check_template(calling_renderer(role, thinking=thinking), (role,)).differs
+    assert any(order.startswith("thinking") and answer in order for order in differs)
 
 
 @pytest.mark.parametrize("name", ["mistral", "phi3"])

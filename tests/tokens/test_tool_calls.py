@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.tokens.call_formats import CALL_FORMATS, CallFormatName, describe_unwritable, read_turn
-from outrider.tokens.tool_calls import opened_thinking, split_thinking
+from outrider.tokens.tool_calls import opened_thinking, read_calls, split_thinking, without_thoughts
 from outrider.types import Json, ToolCall, ToolSchema
 from tests.conversations import TOOLS
 
@@ -222,12 +222,88 @@ def test_thinking_is_split_from_the_answer() -> None:
     assert opened_thinking("<think>\n\n</think>\n\n") == ""
 
 
-THOUGHT_TAGS = ["</think>", "<think>a</think>", "a</think>b</think>"]
+ANALYSIS = "<|channel|>analysis<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("begun", "content"),
+    [
+        ("<think>Shall I CALL? No.</think>", "Done."),
+        ("Shall I CALL? No.</think>", "Done."),
+        ("<think>a</think>\n<think>Shall I CALL? No.</think>", "Done."),
+        ("<think>a</think>[THINK]Shall I CALL? No.[/THINK]", "Done."),
+        ("[THINK]Shall I CALL? No.[/THINK]", "Done."),
+        ("<seed:think>Shall I CALL? No.</seed:think>", "Done."),
+        ("<|channel>thought\nShall I CALL? No.<channel|>", "Done."),
+        ("<|START_THINKING|>Shall I CALL? No.<|END_THINKING|>", "Done."),
+        ("Shall I CALL? No.<|END_THINKING|>", "Done."),  # the template opened the block
+        ("<|inner_prefix|>Shall I CALL? No.<|inner_suffix|>", "Done."),
+        (f"{ANALYSIS}Shall I CALL? No.<|end|><|start|>assistant<|channel|>final<|message|>", "Done."),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}Shall I CALL?<|end|>", "Done."),
+        ("<thinking>Shall I CALL? No.</thinking>", None),  # such tags may be those of the prompt
+        ("<think>a</think><reasoning>Shall I CALL? No.</reasoning>\n", None),
+        ("<analysis>a</analysis>\n<reasoning>Shall I CALL? No.</reasoning>", None),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_inside_thoughts_are_not_executed(
+    name: CallFormatName, begun: str, content: str | None
+) -> None:
+    if name == "llama3_json" and begun.startswith("Shall"):
+        return  # its calls have no end
+    form = CALL_FORMATS[name]
+    written = form.write([look("secret")])
+    if name == "pythonic":
+        written = f"<|tool_call_start|>{written}<|tool_call_end|>"
+    thoughts = begun.replace("CALL", written)
+    turn = read_turn(f"{thoughts}Done.", form, TOOLS)
+    assert (turn.tool_calls, turn.problems) == ((), ())
+    assert without_thoughts(turn.content).strip() == "Done."
+    assert turn.content == (content or thoughts.removeprefix("<think>a</think>") + "Done.")
+    assert not content or "secret" in turn.reasoning
+    turn = read_turn(f"{thoughts}{written}", form, TOOLS)
+    assert (turn.tool_calls, turn.problems) == ((look("secret"),), ())
+
+
+def test_an_unclosed_block_after_another_one_is_a_problem() -> None:
+    written = CALL_FORMATS["hermes"].write([look("a")])
+    for opening in ("<think>", "[THINK]", "<|channel>thought\n", ANALYSIS):
+        before = "" if opening == ANALYSIS else "<think>a</think>\n"
+        turn = read_turn(f"{before}{opening}Shall I {written}", CALL_FORMATS["hermes"], TOOLS)
+        assert (turn.content, turn.tool_calls) == ("", ()) and "not closed" in turn.problems[0]
+        assert turn.reasoning.startswith("a\nShall I" if before else "Shall I")
+
+
+def test_tags_of_prompts_stay_in_the_content() -> None:
+    """A reward may ask for them; text next to a call is as before."""
+    written = CALL_FORMATS["hermes"].write([look("a")])
+    for text in (
+        "<reasoning>a</reasoning>\nLet me look.",
+        "<reasoning>a</reasoning>",
+        "<reasoning>not closed",
+    ):
+        turn = read_turn(f"{text}\n{written}\n", CALL_FORMATS["hermes"], TOOLS)
+        assert (turn.reasoning, turn.content, turn.tool_calls) == ("", text, (look("a"),))
+        assert read_turn(text, CALL_FORMATS["hermes"], TOOLS).content == text
+
+
+@pytest.mark.parametrize("block", ["<think>a</think>", "[THINK]a[/THINK]", "<reasoning>a</reasoning>",
+                                   "<|channel|>analysis", "[THINK]"])  # fmt: skip
+def test_many_blocks_are_read_in_linear_time(block: str) -> None:
+    text = block * 30_000 + CALL_FORMATS["hermes"].write([look("a")])
+    _, rest, _ = split_thinking(text, CALL_FORMATS["llama3_json"])
+    read_calls(rest, CALL_FORMATS["hermes"], TOOLS)
+
+
+THOUGHT_TAGS = [
+    "</think>", "<think>a</think>", "a</think>b</think>", "[/THINK]", "[THINK]a[/THINK]",
+    "<reasoning>a</reasoning>", "a</reasoning>", "<channel|>",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("key", THOUGHT_TAGS)
-@pytest.mark.parametrize("begun", ["", "Words.\n", "<think>\nHm.\n</think>\n\n"])
+@pytest.mark.parametrize("begun", ["", "Words.\n", "<think>\nHm.\n</think>\n\n", "[THINK]Hm.[/THINK]"])
 def test_thinking_tags_inside_an_argument_are_its_text(name: CallFormatName, key: str, begun: str) -> None:
     if begun == "Words.\n" and name == "pythonic":
         return  # of Llama 3.2 the calls are the whole turn

@@ -24,7 +24,7 @@ from outrider.evaluation.tasks import EvalTasksSettings, load_tasks
 from outrider.printing import plural
 from outrider.rollout.evaluate import interval
 from outrider.tokens.call_formats import get_call_format
-from outrider.tokens.tool_calls import split_thinking
+from outrider.tokens.tool_calls import read_calls, split_thinking
 from outrider.training.run_dir import recorded_settings
 from outrider.types import Json, Origin, Outcome, Task, ToolCall
 from outrider.viewer.records import (
@@ -133,7 +133,7 @@ def turn(text: str, form: str | None, tools: tuple[str, ...] = ()) -> LoggedMess
         return LoggedMessage(role="assistant", text=text, tools=tools)
     call_format = get_call_format(form)
     thinking, words, _ = split_thinking(text, call_format)
-    parsed_turn = call_format.read(words, ())
+    parsed_turn = read_calls(words, call_format, ())
     return LoggedMessage(
         role="assistant",
         text=parsed_turn.content,

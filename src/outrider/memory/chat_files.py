@@ -28,7 +28,7 @@ from outrider.errors import DataError, ToolUnavailable
 from outrider.records import decode_arrow, unique_keys
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
-from outrider.tokens.tool_calls import call_id, split_thinking
+from outrider.tokens.tool_calls import call_id, read_calls, split_thinking
 from outrider.types import Message, Role, Step, ToolCall, Trajectory
 
 _ROLES: Final[Mapping[str, Role]] = {
@@ -381,7 +381,7 @@ class _Reader:
         words = split_thinking(text)[1]
         if "<tool_call>" not in words:
             return used
-        written = CALL_FORMATS["hermes"].read(words, ())
+        written = read_calls(words, CALL_FORMATS["hermes"], ())
         if written.problems:
             self._dropped["calls in the text that cannot be read (they stay as they are)"] += 1
         return tuple(call for call in used if _without_id(call) not in map(_without_id, written.calls))

@@ -25,6 +25,7 @@ from outrider.tokens.tool_calls import (
     find_invalid_name,
     list_schemas,
     parse_call,
+    read_calls,
     read_tagged_calls,
     split_thinking,
 )
@@ -497,7 +498,7 @@ def read_turn(text: str, call_format: CallFormat | None, tools: Sequence[ToolSch
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
-    parsed = call_format.read(rest, tools)
+    parsed = read_calls(rest, call_format, tools)
     wrong = {
         number: problem
         for number, call in enumerate(parsed.calls)
@@ -518,13 +519,13 @@ def read_turn_unchecked(text: str, call_format: CallFormat | None, tools: Sequen
     reasoning, rest, problems = split_thinking(text, call_format)
     if call_format is None or not tools:
         return ParsedTurn(content=rest, reasoning=reasoning, problems=problems)
-    parsed = call_format.read(rest, tools)
+    parsed = read_calls(rest, call_format, tools)
     if (
         parsed.problems
         and rest.count(_OPEN) > rest.count(_CLOSE)
         and {_OPEN, _CLOSE} <= {*call_format.markers}
     ):
-        closed = call_format.read(rest + _CLOSE, tools)
+        closed = read_calls(rest + _CLOSE, call_format, tools)
         if closed.calls and not closed.problems:
             last = replace(closed.calls[-1], problem=f"{_OPEN} is not closed.")
             parsed = replace(closed, calls=(*closed.calls[:-1], last))
@@ -611,16 +612,16 @@ def convert_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> s
         return text
     _, rest, _ = split_thinking(text, hermes)
     head = text[: len(text) - len(rest)]
-    written = hermes.read(rest, tools)
+    written = read_calls(rest, hermes, tools)
     if written.problems or not written.calls:
         return text
-    if _is_same(form.read(rest, tools), written):
+    if _is_same(read_calls(rest, form, tools), written):
         return text
     calls = form.write(written.calls)
     # Some formats accept text next to calls only if the calls are tagged.
     for tagged in (calls, f"{_PYTHONIC_OPEN}{calls}{_PYTHONIC_CLOSE}"):
         candidate = "\n".join(part for part in (written.content, tagged) if part)
-        if _is_same(form.read(candidate, tools), written):
+        if _is_same(read_calls(candidate, form, tools), written):
             return head + candidate
     return text
 

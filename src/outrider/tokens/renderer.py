@@ -21,11 +21,16 @@ from outrider.tokens.template import (
     decode_text,
     load_templates,
 )
-from outrider.tokens.tool_calls import THINKING_END, ParsedTurn, opened_thinking, split_thinking
+from outrider.tokens.tool_calls import (
+    THINKING_END,
+    ParsedTurn,
+    find_thinking_tokens,
+    opened_thinking,
+    split_thinking,
+)
 from outrider.types import Message, Role, ToolSchema
 
 HistoryThinking = Literal["keep", "strip"]
-_THINKING = ("<think>", THINKING_END)
 
 
 class ChatRenderer:
@@ -229,8 +234,15 @@ class ChatRenderer:
         followed = self.template.text_after_mark(
             "tool results", [USER_MESSAGE, placeholder, *chat], opened=True, mark=mark
         )
-        common = self.template.closing(closed, followed).text
         end = self._turn_end.text
+        try:
+            common = self.template.closing(closed, followed).text
+        except ModelError:
+            # Some templates write a call at the end of a conversation differently from an earlier one
+            # (Nemotron Nano v2, Apriel 1.5). Both turns end like an answer.
+            if not self.template.markers.search(end) or end not in followed:
+                raise
+            return self._turn_end, followed.split(end, 1)[1]
         if not common.endswith(end):  # turns with calls have another marker
             last = [match.start() for match in self.template.markers.finditer(common)][-1:]
             end = common[last[0] :] if last else common
@@ -399,9 +411,10 @@ class ChatRenderer:
     @cached_property
     def _visible_tokens(self) -> frozenset[int]:
         """Special tokens that are part of the text of the policy."""
-        markers = {*_THINKING, *(self.call_format.markers if self.call_format else ())}
-        added = self.tokenizer.added_tokens_decoder
-        return frozenset(i for i, token in added.items() if token.special and str(token) in markers)
+        special = {i: str(token) for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        markers = self.call_format.markers if self.call_format else ()
+        visible = find_thinking_tokens(special.values()).union(markers)
+        return frozenset(i for i, token in special.items() if token in visible)
 
     # Messages as the chat of the template: missing roles, earlier thinking and calls, tools.
 

@@ -228,6 +228,7 @@ REFUSAL: Final = "the tokenizer has no usable chat template: "
 
 
 CALL_MARK: Final = "markedargument"  # letters only: no template escapes it
+_MARKED_CALL: Final = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
 PLACEHOLDER_TOOL: Final[ToolSchema] = {
     "name": "lookup",
     "description": "d",
@@ -400,18 +401,20 @@ class Template:
     @cached_property
     def reasoning_key(self) -> str | None:
         """The key of the thinking of a message, or None if the template has none."""
-        for key in ("reasoning_content", "reasoning", "thinking"):
-            message = {"role": "assistant", "content": "b", key: MARK}
-            if self.renders_mark([USER_MESSAGE, message], opened=False):
-                return key
+        messages: Chat = [{"role": "assistant", "content": "b"}]
+        if self.call_shape is not None:  # some templates render only the thinking before a call (Kimi K2)
+            messages.append(self.call_shape.message([_MARKED_CALL], ""))
+        for message in messages:
+            for key in ("reasoning_content", "reasoning", "thinking"):
+                if self.renders_mark([USER_MESSAGE, message | {key: MARK}], opened=False):
+                    return key
         return None
 
     @cached_property
     def call_shape(self) -> CallShape | None:
         """The form of the calls of an assistant message, or None if they are not rendered."""
-        call = ToolCall(name="lookup", arguments={"key": CALL_MARK}, call_id="call00000")
         for shape in (CallShape(arguments_are_text=False), CallShape(arguments_are_text=True)):
-            chat = [USER_MESSAGE, shape.message([call], "")]
+            chat = [USER_MESSAGE, shape.message([_MARKED_CALL], "")]
             if self.renders_mark(chat, opened=False, mark=CALL_MARK):
                 return shape
         return None

@@ -37,6 +37,7 @@ _OBSERVATION: Final = Message(role="user", content="Observation")
 _ANSWER: Final = _assistant_message("Answer")
 _CALL: Final = _assistant_message(num_calls=1)
 _CALL_WITH_TEXT: Final = _assistant_message("Answer", num_calls=1)
+_THINKING_ANSWER: Final = _assistant_message("Answer", thinks=True)
 _THINKING_CALL: Final = _assistant_message(thinks=True, num_calls=1)
 _TEXT_AND_CALL: Final = "text and a call, then its result"
 
@@ -45,13 +46,19 @@ ORDERS: Final[Mapping[str, tuple[Message, ...]]] = MappingProxyType(
         "an answer, then a user message": (_ANSWER, _OBSERVATION),
         "blanks around an answer": (_assistant_message(" \nAnswer\n "), _OBSERVATION),
         "two user messages in a row": (_ANSWER, _OBSERVATION, _OBSERVATION),
-        "thinking, then a user message": (_assistant_message("Answer", thinks=True), _OBSERVATION),
+        "thinking, then a user message": (_THINKING_ANSWER, _OBSERVATION),
+        "thinking, a user message, an answer, then a user message": (
+            _THINKING_ANSWER, _OBSERVATION, _ANSWER, _OBSERVATION,
+        ),
         "a call, then its result": (_CALL, _result()),
         _TEXT_AND_CALL: (_CALL_WITH_TEXT, _result()),
         "several calls, then their results": (_assistant_message(num_calls=2), _result(0), _result(1)),
         "a result, another call, then its result": (_CALL, _result(), _CALL, _result()),
         "an invalid call, then the problem": (_ANSWER, _result()),
         "thinking and a call, then its result": (_THINKING_CALL, _result()),
+        "thinking, a result, another call, then its result": (
+            _THINKING_CALL, _result(), _CALL, _result(),
+        ),
         "a result, thinking, then another result": (_CALL, _result(), _THINKING_CALL, _result()),
         "a call, its result, an answer, then a user message": (_CALL, _result(), _ANSWER, _OBSERVATION),
         "thinking, a result, an answer, then a user message": (

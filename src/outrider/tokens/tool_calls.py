@@ -7,8 +7,8 @@ Parsing never raises, whatever a policy wrote and whatever JSON is used as a sch
 import json
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote
 
@@ -17,6 +17,7 @@ from outrider.types import ToolCall, ToolSchema
 _OPEN: Final = "<think>"
 THINKING_END: Final = "</think>"
 UNCLOSED: Final = f"The thinking was not closed with {THINKING_END}."
+_UNCLOSED_BLOCK: Final = "The thinking was not closed."  # with the marker of another family
 _PYTHON_TAG: Final = "<|python_tag|>"
 _CALL: Final = re.compile(rf"<tool_call>|<function=|<\|tool_call_start\|>|{re.escape(_PYTHON_TAG)}")
 _CALL_END: Final = re.compile(r"</tool_call>|</function>|<\|tool_call_end\|>")
@@ -40,17 +41,42 @@ class ParsedTurn:
 def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, str, tuple[str, ...]]:
     """Split a turn into thinking, the rest, and problems.
 
-    The opening tag may be missing, because a template may have written it. An unclosed block takes the whole
-    text. Text without thinking is returned unchanged. After the start of a call, in a built-in format or in
-    ``form``, thinking tags are part of the call's arguments.
+    The opening marker may be missing, because a template may have written it. Thinking may have several
+    blocks in a row. An unclosed block takes the whole text. Text without thinking is returned unchanged.
+    After the start of a call, in a built-in format or in ``form``, thinking markers are part of the call's
+    arguments. Tags that only prompts use (``<reasoning>``) stay in the rest: see :func:`read_calls`.
     """
-    before, closed, after = text.partition(THINKING_END)
-    if closed and not _is_in_call(before.partition(_OPEN)[0], form):
-        return before.replace(_OPEN, "", 1).strip(), after.lstrip("\n"), ()
-    head, opened, thinking = text.partition(_OPEN)
-    if opened and not head.strip():
-        return thinking.strip(), "", (UNCLOSED,)
-    return "", text, ()
+    if (channels := _LEADING_CHANNELS.match(text)) and channels[0]:
+        thought, rest = _CHANNEL_MARKER.sub("", channels[0]).strip(), text[channels.end() :]
+        return thought, rest, (() if rest else (_UNCLOSED_BLOCK,))
+    thoughts: list[str] = []
+    position = 0
+    opening: re.Match[str] | None = None
+    for match in _MARKERS.finditer(text):
+        if not _is_of_model(match):
+            continue
+        kind, is_closing = _kind(match)
+        if opening is not None:
+            if is_closing and kind == _kind(opening)[0]:
+                inside = text[position : opening.start()] + text[opening.end() : match.start()]
+                thoughts.append(inside.strip())
+                opening, position = None, match.end()
+            continue
+        before = text[position : match.start()]
+        if (thoughts and (is_closing or before.strip())) or _is_in_call(before, form):
+            break
+        if is_closing:
+            thoughts.append(before.strip())
+            position = match.end()
+        else:
+            opening = match
+    problems: tuple[str, ...] = ()
+    if opening is not None and not text[position : opening.start()].strip():
+        thoughts.append(text[opening.end() :].strip())
+        position = len(text)
+        problems = (UNCLOSED if opening[0] == _OPEN else _UNCLOSED_BLOCK,)
+    rest = text[position:].lstrip("\n") if thoughts else text
+    return "\n".join(filter(None, thoughts)), rest, problems
 
 
 def _is_in_call(text: str, form: "CallFormat | None") -> bool:
@@ -355,6 +381,18 @@ class CallFormat(Protocol):
         ...
 
 
+def read_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> ParsedCalls:
+    """Read the calls in the text of a turn, except those in thoughts at its start (``<reasoning>``), which
+    stay in the content.
+    """
+    parsed = form.read(text, tools)
+    end = _end_of_thoughts(text) if parsed.calls or parsed.problems else 0
+    if not end:
+        return parsed
+    parsed = form.read(text[end:], tools)
+    return replace(parsed, content=(text[:end] + parsed.content).strip())
+
+
 def read_tagged_calls(
     text: str, opening: re.Pattern[str], read_call: Callable[[re.Match[str], int], tuple[ToolCall | str, int]]
 ) -> ParsedCalls:
@@ -455,10 +493,11 @@ def list_schemas(tools: Sequence[ToolSchema]) -> str:
 # parser send thoughts in a field of their own; otherwise they are part of the text. Graders, judges and
 # readers must see only the text that is left. ---
 
+_MODEL_NAMES: Final = ("think", "longcat_think", "seed:think", "mm:think")  # which models are trained on
+_MODEL_TAGS: Final = frozenset(tag for name in _MODEL_NAMES for tag in (f"<{name}>", f"</{name}>"))
 _NAMES: Final = (
-    "think", "thinking", "thought", "thoughts", "thought_process", "chain_of_thought", "cot", "reason",
+    *_MODEL_NAMES, "thinking", "thought", "thoughts", "thought_process", "chain_of_thought", "cot", "reason",
     "reasoning", "reflection", "analysis", "scratchpad", "inner_monologue", "internal_monologue",
-    "longcat_think", "seed:think", "mm:think",
 )  # fmt: skip
 _NAME: Final = "|".join(sorted(map(re.escape, _NAMES), key=len, reverse=True))
 _PAIRS: Final = (
@@ -482,8 +521,14 @@ _MARKERS: Final = re.compile(
 )
 # gpt-oss: channels, with their special tokens or, where a server skips those, with the bare words.
 _FINAL_CHANNEL: Final = re.compile(r"<\|channel\|>\s*final[^<]*<\|message\|>")
-_ANALYSIS_CHANNEL: Final = re.compile(
-    r"<\|channel\|>\s*analysis.*?(?:<\|(?:end|return|call|start)\|>|(?=<\|channel\|>)|\Z)", re.DOTALL
+_ANALYSIS: Final = r"<\|channel\|>\s*analysis.*?(?:<\|(?:end|return|call|start)\|>|(?=<\|channel\|>)|\Z)"
+_ANALYSIS_CHANNEL: Final = re.compile(_ANALYSIS, re.DOTALL)
+_ASSISTANT: Final = r"(?:\s*<\|start\|>)?(?:assistant)?"
+_LEADING_CHANNELS: Final = re.compile(
+    rf"(?:{_ASSISTANT}{_ANALYSIS})*(?:{_ASSISTANT}{_FINAL_CHANNEL.pattern})?", re.DOTALL
+)
+_CHANNEL_MARKER: Final = re.compile(
+    r"(?:assistant)?<\|channel\|>\s*(?:analysis|final)[^<]*<\|message\|>|<\|(?:end|return|call|start)\|>"
 )
 _CHANNEL_END: Final = re.compile(r"<\|(?:end|return|call)\|>")
 _BARE_ANALYSIS: Final = re.compile(r"\s*analysis(?=[^\W_])")
@@ -528,6 +573,40 @@ def without_thoughts(text: str) -> str:
         parts.append(text[position:])
     result = "".join(parts)
     return result if result.strip() else fallback or result
+
+
+def _end_of_thoughts(text: str) -> int:
+    """The end of the closed blocks of thinking, of any marker, with which a text begins, and of the blanks
+    after them.
+    """
+    end = 0
+    opened: str | None = None
+    for match in _MARKERS.finditer(text):
+        kind, is_closing = _kind(match)
+        if opened is not None:
+            if is_closing and kind == opened:
+                opened, end = None, match.end()
+        elif is_closing or text[end : match.start()].strip():
+            break
+        else:
+            opened = kind
+    return end + len(text[end:]) - len(text[end:].lstrip()) if end else 0
+
+
+def find_thinking_tokens(tokens: Collection[str]) -> frozenset[str]:
+    """Those of a tokenizer's special tokens that are markers of thinking or parts of one."""
+    parts = {"<|channel>", *(("<|channel|>", "<|message|>", "<|start|>") if "<|channel|>" in tokens else ())}
+    return frozenset(token for token in tokens if token in parts or _MARKERS.fullmatch(token))
+
+
+def ends_thinking(text: str) -> bool:
+    """Whether a model's closing marker of thinking is in the text."""
+    return any(_is_of_model(match) and _kind(match)[1] for match in _MARKERS.finditer(text))
+
+
+def _is_of_model(match: re.Match[str]) -> bool:
+    """Whether models are trained on a marker. Other tags are those of prompts."""
+    return not match["name"] or match[0] in _MODEL_TAGS
 
 
 def _kind(match: re.Match[str]) -> tuple[str, bool]:

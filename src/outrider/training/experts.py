@@ -22,7 +22,7 @@ from outrider.rollout.experts import to_trajectory
 from outrider.rollout.faults import fault_line, run_timed
 from outrider.seeding import reset_seed
 from outrider.tokens.call_formats import CALL_FORMATS
-from outrider.tokens.tool_calls import split_thinking
+from outrider.tokens.tool_calls import read_calls, split_thinking
 from outrider.trace import Trace
 from outrider.training.settings import BufferSettings, RunSettings
 from outrider.types import Step, Task, Trajectory
@@ -347,7 +347,7 @@ def _describe_action_format(environment: EnvironmentSettings) -> str:
 def _native_call_names(text: str) -> list[str]:
     """Names of the tools that a recorded turn calls natively."""
     _, rest, _ = split_thinking(text, CALL_FORMATS["hermes"])
-    return [call.name for call in CALL_FORMATS["hermes"].read(rest, ()).calls]
+    return [call.name for call in read_calls(rest, CALL_FORMATS["hermes"], ()).calls]
 
 
 def _trajectory_id(task: Task) -> str:

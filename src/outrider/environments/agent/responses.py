@@ -17,9 +17,10 @@ from outrider.environments.conversations import (
     token_text,
 )
 from outrider.tokens.call_formats import get_call_format, read_turn_unchecked
-from outrider.tokens.tool_calls import THINKING_END, split_thinking
+from outrider.tokens.tool_calls import ends_thinking, split_thinking
 from outrider.types import Message, ToolCall
 
+_MAX_MARKER_CHARS: Final = 32  # of a closing marker of thinking
 _SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 MODEL: Final = "policy"
 """Name of the model; requests may contain any name."""
@@ -234,8 +235,8 @@ def _num_reasoning_tokens(answer: Answer) -> int:
         return 0
     end = ""
     for number, token in enumerate(answer.turn.tokens, start=1):
-        end = end[-len(THINKING_END) :] + token
-        if THINKING_END in end:
+        end = end[-_MAX_MARKER_CHARS:] + token
+        if ends_thinking(end):
             return number
     return answer.turn.num_tokens
 
