@@ -20,6 +20,7 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import verify
+from sympy.core.function import AppliedUndef
 
 from outrider.environments.grading.math_normal_form import split_top, split_unit
 
@@ -532,7 +533,49 @@ def _ordered(text: str) -> str:
 def _is_verified(gold: Any, answer: Any) -> bool:
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
         return _is_same_equation(gold, answer)
+    equations = [
+        equation
+        for side in (gold, answer)
+        for equation in (side.args if isinstance(side, sympy.And) else (side,))
+        if isinstance(equation, sympy.Eq)
+    ]
+    if equations and _is_relation(gold) != _is_relation(answer) and not all(map(_states_value, equations)):
+        return False
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _is_relation(expression: Any) -> bool:
+    return isinstance(expression, (sympy.Eq, sympy.And))
+
+
+def _states_value(equation: sympy.Eq) -> bool:
+    """Whether the right side is the value of the left one, as in ``m + n = 15``.
+
+    If the left side contains a number or a power, the equation may describe a curve or be a step of the
+    solution (``2x = 12``): its right side is no answer.
+    """
+    symbols = {symbol.name for symbol in equation.lhs.free_symbols}
+    if not symbols:
+        return not equation.rhs.free_symbols  # 2 + 3 = 5
+    return _is_quantity(equation.lhs) or (symbols == {"i"} and _is_zero_difference(*equation.args))
+
+
+def _is_quantity(expression: Any) -> bool:
+    """Whether this is a name or a function, a product or quotient of these, or a sum of such products."""
+    if expression.is_number:
+        return bool(expression == -1)
+    if isinstance(expression, sympy.Mul):
+        factors = [
+            factor.base if isinstance(factor, sympy.Pow) and factor.exp == -1 else factor
+            for factor in expression.args
+        ]
+        return all(map(_is_quantity, factors))
+    if isinstance(expression, sympy.Add):
+        is_plain = not expression.has(sympy.Pow) and not any(term.is_number for term in expression.args)
+        return is_plain and all(map(_is_quantity, expression.args))
+    if isinstance(expression, sympy.Pow):  # the inverse of a function
+        return expression.exp == -1 and isinstance(expression.base, AppliedUndef)
+    return not isinstance(expression, sympy.exp)
 
 
 def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
