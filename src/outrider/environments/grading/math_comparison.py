@@ -155,9 +155,10 @@ def _is_same_single(left: str, right: str) -> bool:
             return False
         if all(is_percentage):
             return _is_same(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
-        if is_percentage[0] != is_percentage[1]:  # "12 percent" may be written as 12 or as 0.12
-            amounts = [text.removesuffix(r"\%") for text in (left, right)]
-            return _is_same(*amounts) or _is_same_expression(left, right)
+        amount, other = (left, right) if is_percentage[0] else (right, left)
+        amount = amount.removesuffix(r"\%")
+        if not _RELATION.search(amount):  # "12 percent" may be written as 12 or as 0.12
+            return _is_same(amount, other) or _is_same_expression(rf"\frac{{{amount}}}{{100}}", other)
     for split in (
         _compare_unions,
         _compare_matrices,
