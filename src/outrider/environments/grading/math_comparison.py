@@ -622,9 +622,7 @@ def _is_close(left: Any, right: Any) -> bool:
     size = max(map(abs, values))
     if size >= 1e-3 or size == 0:
         return True
-    return abs(values[0] - values[1]) <= _CLOSE * size or any(
-        abs(values[0] * factor - values[1]) <= _CLOSE * size for factor in (100, 0.01)
-    )
+    return abs(values[0] - values[1]) <= _CLOSE * size
 
 
 def _number(expression: Any) -> complex:
