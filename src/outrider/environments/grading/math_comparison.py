@@ -39,7 +39,11 @@ _BUILDER: Final = re.compile(
     re.DOTALL,
 )
 _BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
-_THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
+_THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)")
+# A number with commas that is neither an index nor all arguments of a function.
+_GROUPED: Final = re.compile(
+    r"(?<![\d.,_^])(?<!_\{)(?:(?<!\()|(?=[\d,]+(?![\d,)])))[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)"
+)
 _AMBIGUOUS: Final = "a number with a comma"
 _CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
 _BOUND: Final = re.compile(r"([^<>=]+?)(<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
@@ -307,9 +311,18 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def _readings(text: str) -> list[_Parts]:
-    """The possible interpretations of an answer; several only for ``3,125``, which is one number or two
-    (``3,025`` is one).
+    """The possible interpretations of an answer; several only with a number like ``3,125``, which is one
+    number or two (``3,025`` is one).
     """
+    readings = _plain_readings(text)
+    # In brackets, commas without a blank separate numbers only if no comma with one does.
+    if not _THOUSANDS.fullmatch(text) and (_bracketed(text) is None or re.search(r"[,;]\s", text)):
+        joined = _GROUPED.sub(lambda number: number[0].replace(",", ""), text)
+        readings += _plain_readings(joined) if joined != text else []
+    return readings
+
+
+def _plain_readings(text: str) -> list[_Parts]:
     variants = _signed(text)
     if len(variants) > 1:
         return [_Parts("list", tuple(variants))]
@@ -463,6 +476,10 @@ _NORMALIZATION: Final = NormalizationConfig(
 _UNREADABLE: Final = re.compile(
     r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
 )
+# The parser drops the exponent T of a transposition, and evaluates it only for a written matrix.
+_TRANSPOSED: Final = re.compile(
+    r"(?<!matrix\})(?<!array\})(?<!(?:matrix|.array)\}[\])])\s*\^\s*(?:T|\{\s*T\s*\})"
+)
 _CLOSE: Final = 1e-6
 _MIRRORED_RELATIONS: Final = {">": "<", r"\ge": r"\le"}
 
@@ -478,6 +495,10 @@ def _is_same_expression(left: str, right: str) -> bool:
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
             for name in (r"\ln", r"\log")
         )
+    for text, other in ((left, right), (right, left)):
+        # A power of letters that commute might cancel, as in (A^T A)^{-1} A^T b.
+        if _TRANSPOSED.search(text) and "t" not in _letters(other).lower():
+            return False
     is_cased = any(
         letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text))
     )
@@ -500,6 +521,7 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
     if _UNREADABLE.search(text):
         return None
     text = re.sub(r"('+)", lambda run: r"^{\prime" + " \\prime" * (len(run[1]) - 1) + "}", text)
+    text = _TRANSPOSED.sub("^{{T}}", text)  # an ordinary power
     latex = normalize_latex(_ordered(text), _NORMALIZATION)
     config = ConversionConfig(lowercase_symbols=not is_cased)
     try:

@@ -94,6 +94,9 @@ _REWRITES: Final = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
     (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
+    (re.compile(r"\^\s*(?:\{\s*\\(?:top|intercal)\s*\}|\\(?:top|intercal)(?![A-Za-z]))"), "^{T}"),
+    (re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\{\s*,\s*\}|,\\!\s*|\\,)\d{3})+(?!\d)"),
+     lambda match: re.sub(r"\D", "", match[0])),
     (re.compile(r"\{\s*,\s*\}|,\\!\s*"), ","),
     (re.compile(r"(?<=\d)\\[,;: ]\s?(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<!\\)\\!"), ""),  # a lone ! is a factorial
