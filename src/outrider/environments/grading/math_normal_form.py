@@ -67,6 +67,12 @@ _BARE_FUNCTION: Final = re.compile(
 )
 _FONT: Final = re.compile(r"\\(?:math(?:rm|it|bf|sf|tt|normal)|boldsymbol|bm)\s*\{")
 _SINGLE_UNITS: Final = frozenset("mgshLl")
+
+
+def _matrix(brackets: str, rows: str) -> str:
+    return rf"\begin{{{brackets}matrix}}{rows}\end{{{brackets}matrix}}"
+
+
 _REWRITES: Final = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|[hv]?phantom\{[^{}]*\})"), " "),
     (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
@@ -125,6 +131,11 @@ _REWRITES: Final = (
     (re.compile(r"(\\infty)\s*\]"), r"\1)"),
     (re.compile(r"(?<![A-Za-z\\])Reals(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\A\s*=\s*"), ""),
+    (re.compile(
+        r"(?<!\\)(?:(\[)|(\()|\|)\s*\\begin\{(array|(?:small)?matrix)\}(?:(?<=array\})\s*\{[^{}]*\})?(.*?)"
+        r"\\end\{\3\}\s*(?(1)\]|(?(2)\)|\|))",
+        re.DOTALL,
+     ), lambda match: _matrix("b" if match[1] else "p" if match[2] else "v", match[4])),
     (re.compile(r"\s+"), " "),
 )  # fmt: skip
 _REPEATING: Final = re.compile(
