@@ -180,7 +180,8 @@ _BARE: Final = re.compile(
 # Only in upright type: elsewhere they are letters or products.
 _SYMBOLS: Final = {
     "N": "newton", "J": "joule", "V": "volt", "W": "watt", "K": "kelvin", "kJ": "kilojoule",
-    "kN": "kilonewton", "kV": "kilovolt", "MJ": "megajoule", "MW": "megawatt", "mW": "milliwatt", "mV": "millivolt",
+    "kN": "kilonewton", "kV": "kilovolt", "MJ": "megajoule", "MW": "megawatt", "mW": "milliwatt",
+    "mV": "millivolt",
     "mA": "milliampere", "ms": "millisecond", "ns": "nanosecond", "nm": "nanometer", "eV": "electronvolt",
     "keV": "kiloelectronvolt", "MeV": "megaelectronvolt", "kPa": "kilopascal", "MPa": "megapascal",
     "kHz": "kilohertz", "MHz": "megahertz", "GHz": "gigahertz", "kWh": "kilowatthour", "cal": "calorie",
