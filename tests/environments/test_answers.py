@@ -249,3 +249,24 @@ def test_a_letter_after_a_number_does_not_remove_its_sign_or_point(left: str, ri
 )  # fmt: skip
 def test_the_same_quantity_is_equal_with_letters_after_it(left: str, right: str) -> None:
     assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (r"\text{CO}_{2}", "CO2"), ("H_{2}O", "H\u2082O"), ("C_{6}H_{12}O_{6}", "C6H12O6"),
+        (r"\mathrm{H_{2}SO_{4}}", "H2SO4"), ("Fe^{3+}", "Fe\u00b3\u207a"), ("x^{2}", "x\u00b2"),
+        (r"30^\circ C", "30\u00b0C"), (r"30^\circ \text{C}", "30 \u00b0C"), ("30 \u2103", "30\u00b0 C"),
+    ],
+)  # fmt: skip
+def test_formulas_and_temperatures_are_equal_in_latex_and_unicode(left: str, right: str) -> None:
+    assert exact_match(left, (right,)) and f1_score(left, (right,)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [("CO_{2}", "CO_{3}"), ("x_{12}", "x_{1}2"), ("x^{10}", "x^{1}0"), ("x^{-1}", "x^{1}"), ("10_{2}", "102"),
+     ("30 \u00b0C", "30 \u00b0F"), ("-5 \u00b0C", "5 \u00b0C")],
+)  # fmt: skip
+def test_formulas_and_temperatures_that_differ(left: str, right: str) -> None:
+    assert not exact_match(left, (right,)) and not exact_match(right, (left,))

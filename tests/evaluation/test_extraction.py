@@ -103,6 +103,12 @@ def test_a_solution_without_a_mark_has_no_number() -> None:
     assert number_after_mark("#### -3.5") == "-3.5"
 
 
+@pytest.mark.parametrize("text", ["#### 1/2", "#### 10 000", "#### 5%", "#### 5 apples"])
+def test_a_number_with_other_text_behind_it_is_not_cut(text: str) -> None:
+    assert number_after_mark(text) is None and number_after_mark(f"{text}\nmore") is None
+    assert number_after_mark("#### 1,234 \r\nmore") == "1234"
+
+
 @pytest.mark.parametrize("case", VECTORS["count_tags"])
 def test_recorded_counts(case: dict[str, Any]) -> None:
     assert count_tag_pairs(case["text"], "search") == case["search"]

@@ -239,6 +239,11 @@ def test_a_parquet_file_under_a_name(tmp_path: Path) -> None:
         ),
         (
             "gsm8k",
+            {"question": "q", "answer": "#### 1/2"},
+            r"mine\.jsonl:1: the answer lacks a number behind '#### ', or has other text in that line",
+        ),
+        (
+            "gsm8k",
             {"problem": "q", "answer": "18"},
             r"mine\.jsonl:1: gsm8k needs the columns 'question' and 'answer'; the row has",
         ),

@@ -225,9 +225,9 @@ def _grade_arpo_eval(prediction: str, answers: Sequence[str], kind: Kind) -> Gra
 
 def number_after_mark(solution: str) -> str | None:
     """GSM8K's final number, which follows the first ``#### ``, without thousands separators; None if there is
-    none.
+    none, or if the line contains anything else.
     """
-    match = re.search(r"#### (-?[0-9.,]+)", solution)
+    match = re.search(r"#### (-?[0-9.,]+)[ \t\r]*(?:\n|\Z)", solution)
     return match.group(1).replace(",", "") if match else None
 
 

@@ -355,7 +355,9 @@ def _task(benchmark: Benchmark, columns: Columns, row: Row, index: int) -> Task:
     if benchmark.gold_behind_mark:
         numbers = [number_after_mark(answer) for answer in answers]
         if None in numbers:
-            raise DataError(f"{row.location}: the answer lacks a number behind '#### '")
+            raise DataError(
+                f"{row.location}: the answer lacks a number behind '#### ', or has other text in that line"
+            )
         answers = [number for number in numbers if number is not None]
     task = Task(key=f"{benchmark.name}-{index}", question=question, answers=tuple(answers))
     if benchmark.canary is not None and benchmark.canary in row.values:

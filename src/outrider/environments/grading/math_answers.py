@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from outrider.environments.grading.answers import exact_match, unwrap_text
 from outrider.environments.grading.math_comparison import is_same_unit
-from outrider.environments.grading.math_normal_form import normalize_spelling, split_unit
+from outrider.environments.grading.math_normal_form import normalize_spelling, split_top, split_unit
 from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
 from outrider.tools.base import FairPool, SingleFlightCache, uncounted
@@ -235,6 +235,15 @@ _LABEL = re.compile(
     r"|(?:\\text\s*\{)?\s*(?:the )?(?:final )?answer is:?\s*\}?)\s*(?=\S)",
     re.IGNORECASE,
 )
+# "x = ", "v_{\text{avg}} = ", "\operatorname{Var}(X) = ", "\angle ABC = ", "[ABC] = ", "a:b = "
+_SUBSCRIPT: Final = r"(?:_\s*(?:\{(?:[^{}=]|\\text\s*\{[^{}]*\})*\}|\\text\s*\{[^{}]*\}|\w))?"
+_ARGUMENTS: Final = r"(?:\(\s*(?:[A-Za-z]|-?\d+)(?:\s*,\s*(?:[A-Za-z]|-?\d+))*\s*\))?"
+_NAME: Final = re.compile(
+    rf"(?:(?:[A-Za-z]|\\(?!text)[A-Za-z]+){_SUBSCRIPT}'*\s*{_ARGUMENTS}"
+    rf"|\\text\s*\{{[A-Za-z ]+\}}{_SUBSCRIPT}\s*(?:\([^()=<>]*\))?|(?:m\s*)?\\(?:angle|triangle)\s*[A-Z]+"
+    r"|\[[A-Z]{3,}\]|[A-Za-z](?:\s*:\s*[A-Za-z])+)\s*"
+)
+_SIGN: Final = re.compile(r"[<>]|\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])")
 # A hyphen between two words is no operator.
 _OPERATOR = re.compile(r"[+*/^_<>=]|(?<![A-Za-z]{2})-|-(?![A-Za-z]{2})")
 
@@ -283,6 +292,11 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
         predicted = predicted[labels[0].end() :]
     elif labels[1] and not labels[0]:
         expected = expected[labels[1].end() :]
+    values = [_assigned_value(text) for text in (predicted, expected)]
+    if values[0] and not values[1] and not _is_relation(expected):
+        predicted = values[0]
+    elif values[1] and not values[0] and not _is_relation(predicted):
+        expected = values[1]
     (predicted, its_unit), (expected, unit) = (
         split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
     )
@@ -301,6 +315,19 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     if words[0] != words[1]:
         return Verdict.DIFFERENT
     return (predicted, expected) if _is_safe(predicted) and _is_safe(expected) else Verdict.UNDECIDED
+
+
+def _assigned_value(text: str) -> str:
+    """The value of a name, before its words are compared and its size is checked; empty for anything else."""
+    name, *values = split_top(text, "=")
+    if not values or _NAME.fullmatch(name.strip()) is None or _SIGN.search(text):
+        return ""
+    is_list = len(values) > 1 and (len(split_top(text, ",;")) > 1 or r"\text{ " in text)
+    return "" if is_list else values[-1].strip()
+
+
+def _is_relation(text: str) -> bool:
+    return "=" in text or _SIGN.search(text) is not None
 
 
 def _with_short_unit(text: str, unit: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import verify
+from sympy.core.function import AppliedUndef
 
 from outrider.environments.grading.math_normal_form import split_top, split_unit
 
@@ -38,7 +39,11 @@ _BUILDER: Final = re.compile(
     re.DOTALL,
 )
 _BASED: Final = re.compile(r"([0-9A-Fa-f]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
-_THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)")
+_THOUSANDS: Final = re.compile(r"[-+]?\s*\\?\$?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)")
+# A number with commas that is neither an index nor all arguments of a function.
+_GROUPED: Final = re.compile(
+    r"(?<![\d.,_^])(?<!_\{)(?:(?<!\()|(?=[\d,]+(?![\d,)])))[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)"
+)
 _AMBIGUOUS: Final = "a number with a comma"
 _CURRENCIES: Final = frozenset({"dollar", "euro", "sterling", "yen", "rupee", "cent"})
 _BOUND: Final = re.compile(r"([^<>=]+?)(<|>|\\le(?![a-z])|\\ge(?![a-z]))([^<>=]+)")
@@ -153,9 +158,12 @@ def _is_same_single(left: str, right: str) -> bool:
     if any(is_percentage):
         if its_unit or unit:
             return False
-        amounts = [text.removesuffix(r"\%") for text in (left, right)]
-        # "12 percent" may be written as 12 or as 0.12
-        return is_same_value(*amounts) or (not all(is_percentage) and _is_same_expression(left, right))
+        if all(is_percentage):
+            return is_same_value(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
+        amount, other = (left, right) if is_percentage[0] else (right, left)
+        amount = amount.removesuffix(r"\%")
+        if not _RELATION.search(amount):  # "12 percent" may be written as 12 or as 0.12
+            return is_same_value(amount, other) or _is_same_expression(rf"\frac{{{amount}}}{{100}}", other)
     for split in (
         _compare_unions,
         _compare_matrices,
@@ -304,9 +312,18 @@ def _inside(text: str, opening: str, closing: str) -> str | None:
 
 
 def _readings(text: str) -> list[_Parts]:
-    """The possible interpretations of an answer; several only for ``3,125``, which is one number or two
-    (``3,025`` is one).
+    """The possible interpretations of an answer; several only with a number like ``3,125``, which is one
+    number or two (``3,025`` is one).
     """
+    readings = _plain_readings(text)
+    # In brackets, commas without a blank separate numbers only if no comma with one does.
+    if not _THOUSANDS.fullmatch(text) and (_bracketed(text) is None or re.search(r"[,;]\s", text)):
+        joined = _GROUPED.sub(lambda number: number[0].replace(",", ""), text)
+        readings += _plain_readings(joined) if joined != text else []
+    return readings
+
+
+def _plain_readings(text: str) -> list[_Parts]:
     variants = _signed(text)
     if len(variants) > 1:
         return [_Parts("list", tuple(variants))]
@@ -456,6 +473,10 @@ _NORMALIZATION: Final = NormalizationConfig(
 _UNREADABLE: Final = re.compile(
     r"(?<![_\d])\d+\s+\.?\d|\d\.\d+\.\d|\d_|\\ldots|\\approx|\\p?mod|\\overline\{\d|\\dot|\\bar\s*\{?\d|\\sim|\\equiv|\\ne\b.*="
 )
+# The parser drops the exponent T of a transposition, and evaluates it only for a written matrix.
+_TRANSPOSED: Final = re.compile(
+    r"(?<!matrix\})(?<!array\})(?<!(?:matrix|.array)\}[\])])\s*\^\s*(?:T|\{\s*T\s*\})"
+)
 _CLOSE: Final = 1e-6
 
 
@@ -465,6 +486,10 @@ def _is_same_expression(left: str, right: str) -> bool:
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))
             for name in (r"\ln", r"\log")
         )
+    for text, other in ((left, right), (right, left)):
+        # A power of letters that commute might cancel, as in (A^T A)^{-1} A^T b.
+        if _TRANSPOSED.search(text) and "t" not in _letters(other).lower():
+            return False
     is_cased = any(
         letter.swapcase() in text for text in (left, right) for letter in re.findall(r"[A-Z]", _letters(text))
     )
@@ -487,6 +512,7 @@ def _parse(text: str, is_cased: bool, is_complex: bool) -> Any:
     if _UNREADABLE.search(text):
         return None
     text = re.sub(r"('+)", lambda run: r"^{\prime" + " \\prime" * (len(run[1]) - 1) + "}", text)
+    text = _TRANSPOSED.sub("^{{T}}", text)  # an ordinary power
     latex = normalize_latex(_ordered(text), _NORMALIZATION)
     config = ConversionConfig(lowercase_symbols=not is_cased)
     try:
@@ -521,7 +547,49 @@ def _ordered(text: str) -> str:
 def _is_verified(gold: Any, answer: Any) -> bool:
     if isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq):
         return _is_same_equation(gold, answer)
+    equations = [
+        equation
+        for side in (gold, answer)
+        for equation in (side.args if isinstance(side, sympy.And) else (side,))
+        if isinstance(equation, sympy.Eq)
+    ]
+    if equations and _is_relation(gold) != _is_relation(answer) and not all(map(_states_value, equations)):
+        return False
     return bool(verify(gold, answer, timeout_seconds=None))
+
+
+def _is_relation(expression: Any) -> bool:
+    return isinstance(expression, (sympy.Eq, sympy.And))
+
+
+def _states_value(equation: sympy.Eq) -> bool:
+    """Whether the right side is the value of the left one, as in ``m + n = 15``.
+
+    If the left side contains a number or a power, the equation may describe a curve or be a step of the
+    solution (``2x = 12``): its right side is no answer.
+    """
+    symbols = {symbol.name for symbol in equation.lhs.free_symbols}
+    if not symbols:
+        return not equation.rhs.free_symbols  # 2 + 3 = 5
+    return _is_quantity(equation.lhs) or (symbols == {"i"} and _is_zero_difference(*equation.args))
+
+
+def _is_quantity(expression: Any) -> bool:
+    """Whether this is a name or a function, a product or quotient of these, or a sum of such products."""
+    if expression.is_number:
+        return bool(expression == -1)
+    if isinstance(expression, sympy.Mul):
+        factors = [
+            factor.base if isinstance(factor, sympy.Pow) and factor.exp == -1 else factor
+            for factor in expression.args
+        ]
+        return all(map(_is_quantity, factors))
+    if isinstance(expression, sympy.Add):
+        is_plain = not expression.has(sympy.Pow) and not any(term.is_number for term in expression.args)
+        return is_plain and all(map(_is_quantity, expression.args))
+    if isinstance(expression, sympy.Pow):  # the inverse of a function
+        return expression.exp == -1 and isinstance(expression.base, AppliedUndef)
+    return not isinstance(expression, sympy.exp)
 
 
 def _is_same_equation(left: sympy.Eq, right: sympy.Eq) -> bool:
@@ -567,9 +635,7 @@ def _is_close(left: Any, right: Any) -> bool:
     size = max(map(abs, values))
     if size >= 1e-3 or size == 0:
         return True
-    return abs(values[0] - values[1]) <= _CLOSE * size or any(
-        abs(values[0] * factor - values[1]) <= _CLOSE * size for factor in (100, 0.01)
-    )
+    return abs(values[0] - values[1]) <= _CLOSE * size
 
 
 def _number(expression: Any) -> complex:

@@ -25,7 +25,8 @@ _LATEX_SIGNS: Final = {
     "\u2265": r"\ge ", "\u2a7e": r"\ge ", "\u2260": r"\ne ", "\u2248": r"\approx ", "\u00b1": r"\pm ",
     "\u2213": r"\mp ", "\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2209": r"\notin ",
     "\u2205": r"\emptyset ", "\u2216": r"\setminus ", "\u2026": r"\ldots ", "\u22ef": r"\ldots ",
-    "\u00b0": r"^\circ ", "\u00ba": r"^\circ ", "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
+    "\u00b0": r"^\circ ", "\u00ba": r"^\circ ", "\u2103": r"^\circ C", "\u2109": r"^\circ F",
+    "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
     "\u2115": r"\mathbb{N}",
     "\u211a": r"\mathbb{Q}", "\u2102": r"\mathbb{C}", "\u2220": r"\angle ", "\u25b3": r"\triangle ",
     "\u03c0": r"\pi ", "\u2265\ufe00": r"\ge ", "\u230a": r"\lfloor ", "\u230b": r"\rfloor ",
@@ -59,6 +60,9 @@ _UPRIGHT: Final = re.compile(
     r"\\(text(?:rm|it|bf|normal|sf|tt|up)?|math(?:rm|it|bf|sf|tt|normal)|[mh]box|operatorname\*?|boldsymbol|bm"
     r"|emph|textsc)\s*\{([^{}]*)\}"
 )
+# \text{ cm^{2}} and \text{ ^\circ C}
+_UPRIGHT_POWER: Final = re.compile(r"(\\(?:text|mathrm)\s*\{[^{}]*[A-Za-z])\s*\^\s*(\{-?[123]\})\s*\}")
+_UPRIGHT_DEGREES: Final = re.compile(r"\\(?:text|mathrm)\s*\{\s*\^\\circ\s*([CFK])\s*\}")
 _UNIT_FRACTION: Final = re.compile(
     r"\\[dt]?frac\s*\{\s*\\(?:text|mathrm)\{([^{}]*)\}\s*\}\s*\{\s*\\(?:text|mathrm)\{([^{}]*)\}(?:\^\{?[23]\}?)?\s*\}"
 )
@@ -67,6 +71,12 @@ _BARE_FUNCTION: Final = re.compile(
 )
 _FONT: Final = re.compile(r"\\(?:math(?:rm|it|bf|sf|tt|normal)|boldsymbol|bm)\s*\{")
 _SINGLE_UNITS: Final = frozenset("mgshLl")
+
+
+def _matrix(brackets: str, rows: str) -> str:
+    return rf"\begin{{{brackets}matrix}}{rows}\end{{{brackets}matrix}}"
+
+
 _REWRITES: Final = (
     (re.compile(r"\\(?:displaystyle|textstyle|limits|nolimits|allowbreak|[hv]?phantom\{[^{}]*\})"), " "),
     (re.compile(r"\\[hv]space\*?\{[^{}]*\}"), " "),
@@ -94,6 +104,9 @@ _REWRITES: Final = (
     (re.compile(r"\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
     (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
+    (re.compile(r"\^\s*(?:\{\s*\\(?:top|intercal)\s*\}|\\(?:top|intercal)(?![A-Za-z]))"), "^{T}"),
+    (re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\{\s*,\s*\}|,\\!\s*|\\,)\d{3})+(?!\d)"),
+     lambda match: re.sub(r"\D", "", match[0])),
     (re.compile(r"\{\s*,\s*\}|,\\!\s*"), ","),
     (re.compile(r"(?<=\d)\\[,;: ]\s?(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<!\\)\\!"), ""),  # a lone ! is a factorial
@@ -122,6 +135,11 @@ _REWRITES: Final = (
     (re.compile(r"(\\infty)\s*\]"), r"\1)"),
     (re.compile(r"(?<![A-Za-z\\])Reals(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\A\s*=\s*"), ""),
+    (re.compile(
+        r"(?<!\\)(?:(\[)|(\()|\|)\s*\\begin\{(array|(?:small)?matrix)\}(?:(?<=array\})\s*\{[^{}]*\})?(.*?)"
+        r"\\end\{\3\}\s*(?(1)\]|(?(2)\)|\|))",
+        re.DOTALL,
+     ), lambda match: _matrix("b" if match[1] else "p" if match[2] else "v", match[4])),
     (re.compile(r"\s+"), " "),
 )  # fmt: skip
 _REPEATING: Final = re.compile(
@@ -143,20 +161,33 @@ _COIN: Final = {
 }
 _BEFORE: Final = re.compile(r"\s*([-+]?)\s*\\?([$\u20ac\u00a3\u00a5\u20b9])\s*(?=[-+]?[\d.\\(])")
 _BEHIND: Final = re.compile(r"(?<=[\d})])\s*\\?([$\u00a2\u20ac\u00a3\u00a5\u20b9])\s*\Z")
-_DEGREES: Final = re.compile(r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK])?\s*\}?\Z")
+_DEGREES: Final = re.compile(
+    r"(?<=[\d})a-z])\s*\^\s*\\circ\s*(?:\\text\{\s*)?([CFK]|(?i:celsius|fahrenheit|kelvin))?\s*\}?\Z"
+)
+_SCALES: Final = {"c": "celsius", "f": "fahrenheit", "k": "kelvin"}
 _TEXT_UNIT: Final = re.compile(
     r"(?P<amount>.*?[\dA-Za-z)}\]!|])\s*(?P<rate>/?)\s*"
-    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{[23]\}|[23]))?\s*/?)+)",
+    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{-?[123]\}|[23]))?\s*(?:/|\\cdot(?![A-Za-z]))?)+)",
     re.DOTALL,
 )
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BARE: Final = re.compile(
     r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3})"
-    r"|(?<=\d)(?=(?:mm|cm|dm|km|kg|ft|yd|lb|oz|m[lL]|hr|lbs|hrs)\Z))"
+    r"|(?<=\d)(?=(?:mm|cm|dm|km|kg|ft|yd|lb|oz|m[lL]|hr|lbs|hrs)(?:\s*\^\s*(?:\{[23]\}|[23]))?\Z))"
     r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*)[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
     re.DOTALL,
 )
-_UNITS: Final = {
+# Only in upright type: elsewhere they are letters or products.
+_SYMBOLS: Final = {
+    "N": "newton", "J": "joule", "V": "volt", "W": "watt", "K": "kelvin", "kJ": "kilojoule",
+    "kN": "kilonewton", "kV": "kilovolt", "MJ": "megajoule", "MW": "megawatt", "mW": "milliwatt",
+    "mV": "millivolt",
+    "mA": "milliampere", "ms": "millisecond", "ns": "nanosecond", "nm": "nanometer", "eV": "electronvolt",
+    "keV": "kiloelectronvolt", "MeV": "megaelectronvolt", "kPa": "kilopascal", "MPa": "megapascal",
+    "kHz": "kilohertz", "MHz": "megahertz", "GHz": "gigahertz", "kWh": "kilowatthour", "cal": "calorie",
+    "kcal": "kilocalorie",
+}  # fmt: skip
+_UNITS: Final = {name: name for name in _SYMBOLS.values()} | {
     name: names.split()[0]
     for names in (
         "mm millimeter millimetre", "cm centimeter centimetre", "dm decimeter decimetre", "m meter metre",
@@ -171,6 +202,7 @@ _UNITS: Final = {
         "watt",
         "volt", "ohm", "amp ampere", "mol mole",
         "hz hertz", "pa pascal", "kw kilowatt", "rpm", "bit", "byte", "point pt", "digit", "side", "way",
+        "celsius", "fahrenheit", "kelvin",
     )
     for name in names.split()
 }  # fmt: skip
@@ -206,6 +238,7 @@ def normalize_spelling(text: str) -> str:
     text = _SUBSCRIPT_RUN.sub(lambda run: "_{" + unicodedata.normalize("NFKC", run.group()) + "}", text)
     text = _LATEX_SIGN.sub(lambda sign: _LATEX_SIGNS[sign.group()], text)
     text = unicodedata.normalize("NFKC", text).translate(_SIGNS)
+    text = _UPRIGHT_DEGREES.sub(r"^\\circ \1", _UPRIGHT_POWER.sub(r"\1}^\2", text))
     text = _MODULE.sub("", _UNIT_FRACTION.sub(_unit_fraction, _unwrapped(text)))
     text = _upright(text)
     if text.startswith("[[") and text.endswith("]]"):
@@ -279,17 +312,27 @@ def _upright(text: str) -> str:
 def _replace_upright(match: re.Match[str]) -> str:
     text, inside = match.string, match[2]
     bare = inside.strip().rstrip(".")
+    before, rest = text[: match.start()], text[match.end() :].lstrip()
+    # behind a number, or joined with a unit
+    is_quantity = re.search(
+        r"(?:[\d})]|\\(?:text|mathrm)\s*\{[^{}]*\}\s*(?:/|\\cdot))\s*(?:\\[,;: ]|~|\s)*\Z", before
+    ) is not None  # fmt: skip
+    is_last = not rest or rest[0] in "^/.,$" or rest.startswith(r"\cdot")
+    is_bold = match[1].startswith(("mathbf", "bold", "bm"))
+    if bare in ("min", "sec") and is_quantity and is_last:
+        return rf"\text{{{inside}}}"
+    product = re.sub(r"\\cdot(?![A-Za-z])|\u00b7", " ", inside)
+    if product != inside and is_quantity and _unit(product, "", symbols=True):
+        return rf"\text{{{product}}}"
     if bare in _FUNCTIONS:
         return f"\\{bare} "
     if len(bare) == 1 and bare.isalpha():
-        is_quantity = re.search(r"[\d})]\s*(?:\\[,;: ]|~|\s)*\Z", text[: match.start()]) is not None
-        rest = text[match.end() :].lstrip()
-        is_last = not rest or rest[0] in "^/.,$"
+        is_apart = inside[:1].isspace() or before[-1:] in "~,;: /t"
         if (
             is_quantity
             and is_last
-            and bare in _SINGLE_UNITS
-            and not match[1].startswith(("mathbf", "bold", "bm"))
+            and not is_bold
+            and (bare in _SINGLE_UNITS or (bare in _SYMBOLS and is_apart))
         ):
             return rf"\text{{{inside}}}"
         return f" {bare} " if inside.strip() == bare else f" {bare}. "
@@ -519,11 +562,15 @@ def split_unit(text: str) -> tuple[str, str]:
     if (coin := _BEHIND.search(text)) is not None:
         return text[: coin.start()].strip(), _COIN[coin[1]]
     if (degrees := _DEGREES.search(text)) is not None and not re.search(r"[,;=<>]", text):
-        return text[: degrees.start()].strip(), "degree"
+        scale = f" {_SCALES[degrees[1][0].lower()]}" if degrees[1] else ""
+        return text[: degrees.start()].strip(), f"degree{scale}"
     bare = text.removesuffix(".")
     match = _TEXT_UNIT.fullmatch(bare)
     if match is not None:
-        words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", match["rate"] + match["text"]))
+        units = re.sub(r"\\cdot(?![A-Za-z])", " ", match["rate"] + match["text"])
+        words = re.sub(r"\^\s*\{?([23])\}?", r" ^\1 ", _TEXT_PART.sub(r" \1 ", units))
+        words = re.sub(r"([A-Za-z]+)\s*\^\s*\{?-([123])\}?", lambda part: f" / {part[1]} ^{part[2]} ", words)
+        words = words.replace("^1", " ")
         amount = match["amount"]
         power = re.search(r"\^([23])", words)
         words = re.sub(r"\^[23]", " ", words)
@@ -532,7 +579,7 @@ def split_unit(text: str) -> tuple[str, str]:
         if match is None:
             return text, ""
         amount, words, power = match["amount"], match["words"], re.search(r"[23]", match["power"] or "")
-    unit = _unit(words, power[0][-1] if power else "")
+    unit = _unit(words, power[0][-1] if power else "", symbols="text" in match.groupdict())
     return (amount.strip(), unit) if unit and _is_amount(amount) else (text, "")
 
 
@@ -544,8 +591,10 @@ def _is_amount(text: str) -> bool:
     )
 
 
-def _unit(text: str, exponent: str) -> str:
-    """The canonical name of a unit; empty if the words are no unit."""
+def _unit(text: str, exponent: str, *, symbols: bool = False) -> str:
+    """The canonical name of a unit; empty if the words are no unit. ``symbols``: also ``N`` and ``kJ``."""
+    if symbols:
+        text = re.sub(r"[A-Za-z]+", lambda word: _SYMBOLS.get(word[0], word[0]), text)
     words = re.sub(r"(?<=[A-Za-z])\.|(?<=[a-z])-(?=[a-z])", " ", text).replace("/", " / ").split()
     if not words or not all(word == "/" or word.isalpha() for word in words):
         return ""
