@@ -20,6 +20,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import TypedDict
 
+from outrider.environments.base import Episode
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_by_name, resolve
@@ -27,7 +28,8 @@ from outrider.testing import check_tool
 from outrider.tokens.call_formats import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema, usage_line
 from outrider.tools.functions import FunctionTool, tool_class
-from outrider.types import Json, ToolCall
+from outrider.types import Json, Task, ToolCall
+from tests.tool_episodes import tool_factory
 
 
 def add(a: int, b: int = 1) -> int:
@@ -894,6 +896,51 @@ def test_a_plug_in_that_is_no_tool_is_refused() -> None:
 def test_a_tool_fault_is_raised() -> None:
     with pytest.raises(ToolFault, match="no power"):
         tool(shout).run_text("down")
+
+
+def pop_largest(numbers: list[int]) -> int:
+    """Return the largest number.
+
+    Args:
+        numbers: at least one
+    """
+    return numbers.pop(numbers.index(max(numbers)))
+
+
+def test_a_function_may_change_its_arguments() -> None:
+    arguments: dict[str, Json] = {"numbers": [7, 9, 8]}
+    assert tool(pop_largest).run_call(arguments).text == "9"
+    assert arguments == {"numbers": [7, 9, 8]}
+
+
+class Popping:
+    """A tool with a schema that changes its arguments."""
+
+    name, usage = "pop_largest", "u"
+    schema = tool(pop_largest).schema
+
+    def run_text(self, text: str) -> ToolOutput:
+        raise AssertionError
+
+    def run_call(self, arguments: Any) -> ToolOutput:
+        return ToolOutput(text=str(pop_largest(arguments.pop("numbers"))))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("popping", [tool(pop_largest), Popping()])
+def test_changed_arguments_are_recorded_and_recognized_as_they_were_written(popping: Any) -> None:
+    config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes", "max_calls": 9})
+    environment = tool_factory(tools=[popping], config=config)(Task(key="t", question="?", answers=("1",)))
+    episode = Episode(environment)
+    episode.start(0)
+    for numbers, num_repeated in (([7, 9, 8], 0), ([7, 9, 8], 1), ([7, 8], 1)):
+        call = ToolCall(name="pop_largest", arguments={"numbers": list(numbers)})
+        text = CALL_FORMATS["hermes"].write([call])
+        turn = episode.read(text)
+        assert episode.act(text, turn).text == str(max(numbers))
+        assert turn.tool_calls[0].arguments == {"numbers": numbers}
+        assert episode.result().metrics["num_repeated_queries"] == num_repeated
 
 
 def test_a_function_without_hints_is_refused() -> None:

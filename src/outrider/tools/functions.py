@@ -7,6 +7,7 @@ pydantic converts the arguments.
 """
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import inspect
@@ -358,7 +359,7 @@ class FunctionTool(CalledByText):
     element_checks: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        values: dict[str, Any] = dict(arguments)
+        values: dict[str, Any] = copy.deepcopy(dict(arguments))  # the function may change its lists
         parameters = self.schema["parameters"]
         for name in values:
             accepted = accepted_values(parameters["properties"].get(name), parameters)
