@@ -17,7 +17,7 @@ from typing import Annotated, Any, Dict, List, Literal, NamedTuple, NotRequired,
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 from typing_extensions import TypedDict
 
 from outrider.environments.base import Episode
@@ -442,6 +442,68 @@ def test_an_argument_that_cannot_be_converted_is_an_observation(
     take.__annotations__["value"] = hint
     output = tool(take).run_call({"value": written})
     assert output.failed and reason in output.text and "\n" not in output.text
+
+
+class Country(BaseModel):
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _look_up(cls, name: str) -> str:
+        if name == "down":
+            raise ToolFault("no power")
+        return {"France": "fr"}[name]
+
+
+@dataclass
+class Share:
+    parts: int
+
+    def __post_init__(self) -> None:
+        self.value = 1 / self.parts
+
+
+def exit_at_once(value: object) -> object:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "text"),
+    [
+        (Country, {"name": "Spain"}, "KeyError: 'Spain'"),
+        (Share, {"parts": 0}, "ZeroDivisionError: division by zero"),
+        (list[Share] | None, [{"parts": 0}], "ZeroDivisionError: division by zero"),
+        (Annotated[str | int, BeforeValidator(str.lower)], 1, "TypeError: descriptor 'lower'"),
+        (Annotated[str, BeforeValidator(exit_at_once)], "a", "SystemExit: 2"),
+    ],
+)
+def test_an_error_while_an_argument_is_converted_is_a_failed_call(
+    hint: Any, written: Json, text: str
+) -> None:
+    def take(value: Any) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+        """
+        raise AssertionError("never called")
+
+    take.__annotations__["value"] = hint
+    output = tool(take).run_call({"value": written})
+    assert output.failed and output.text.startswith(text)
+
+
+def test_a_tool_fault_while_an_argument_is_converted_is_raised() -> None:
+    def take(country: Country) -> str:
+        """Take something.
+
+        Args:
+            country: What to take.
+        """
+        raise AssertionError("never called")
+
+    with pytest.raises(ToolFault, match="no power"):
+        tool(take).run_call({"country": {"name": "down"}})
 
 
 @pytest.mark.parametrize(

@@ -359,22 +359,14 @@ class FunctionTool(CalledByText):
     element_checks: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        values: dict[str, Any] = copy.deepcopy(dict(arguments))  # the function may change its lists
-        parameters = self.schema["parameters"]
-        for name in values:
-            accepted = accepted_values(parameters["properties"].get(name), parameters)
-            if accepted is not None:
-                values[name] = accepted.as_integer(values[name])
-            try:
-                if name in self.converters:
-                    values[name] = self.converters[name].validate_python(values[name])
-                elif name in self.element_checks:
-                    self.element_checks[name].validate_python(values[name], strict=True)
-            except ValidationError as error:
-                return ToolOutput(
-                    text=f"The argument {name!r} of {self.name}: {error_line(error)}", failed=True
-                )
         try:
+            values = copy.deepcopy(dict(arguments))  # the function may change its lists
+            for name in values:
+                try:
+                    values[name] = self._convert(name, values[name])
+                except ValidationError as error:
+                    text = f"The argument {name!r} of {self.name}: {error_line(error)}"
+                    return ToolOutput(text=text, failed=True)
             result = _await_result(type(self).function(**values))
             result = result.decode(errors="replace") if isinstance(result, bytes) else result
             text = (
@@ -388,6 +380,18 @@ class FunctionTool(CalledByText):
             reason = " ".join(str(error).split())
             return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
         return ToolOutput(text=text)
+
+    def _convert(self, name: str, value: Json) -> Any:
+        """Convert an argument to the type of its hint. Raises ValidationError, or what the type raises."""
+        parameters = self.schema["parameters"]
+        accepted = accepted_values(parameters["properties"].get(name), parameters)
+        if accepted is not None:
+            value = accepted.as_integer(value)
+        if name in self.converters:
+            return self.converters[name].validate_python(value)
+        if name in self.element_checks:
+            self.element_checks[name].validate_python(value, strict=True)
+        return value
 
     def close(self) -> None:
         """Nothing to release."""
