@@ -960,6 +960,29 @@ def test_a_tool_fault_is_raised() -> None:
         tool(shout).run_text("down")
 
 
+async def shout_all(texts: list[str]) -> list[str]:
+    """Write several texts large at once.
+
+    Args:
+        texts: what to write
+    """
+
+    async def shout_one(text: str) -> str:
+        return shout(text)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(shout_one(text)) for text in texts]
+    return [task.result() for task in tasks]
+
+
+def test_errors_of_concurrent_tasks_are_those_of_the_function() -> None:
+    assert tool(shout_all).run_call({"texts": ["a", "b"]}).text == '["A", "B"]'
+    output = tool(shout_all).run_call({"texts": ["a", " ", ""]})
+    assert output == ToolOutput(text="ValueError: nothing to shout", failed=True)
+    with pytest.raises(ToolFault, match="no power"):
+        tool(shout_all).run_call({"texts": ["a", " ", "down"]})
+
+
 def pop_largest(numbers: list[int]) -> int:
     """Return the largest number.
 

@@ -46,6 +46,7 @@ from outrider.errors import (
     NonFiniteResult,
     ToolFault,
     ToolUnavailable,
+    unwrap_group,
 )
 from outrider.plugins.registry import Section, build, resolve
 from outrider.suggestions import did_you_mean
@@ -612,9 +613,10 @@ class Episode:
     def _guarded(self, read: Callable[[], _T]) -> _T:
         try:
             return read()
-        except (ToolFault, EnvironmentFault, InvalidResult):
-            raise
-        except (Exception, SystemExit) as error:  # errors of plug-in code must not end the run
+        except (Exception, SystemExit) as raised:  # errors of plug-in code must not end the run
+            error = unwrap_group(raised, ToolFault, EnvironmentFault, InvalidResult)
+            if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
+                raise error from error.__cause__
             kind = type(self.environment).__name__
             raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
 

@@ -28,7 +28,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from outrider.errors import ConfigError, ToolFault
+from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import accepted_values
 from outrider.tools.base import ToolOutput, text_argument, usage_line
@@ -374,11 +374,12 @@ class FunctionTool(CalledByText):
                 if isinstance(result, str)
                 else json.dumps(_with_text_keys(result), ensure_ascii=False, default=_as_json)
             )
-        except ToolFault:
-            raise
-        except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split())
-            return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
+        except (Exception, SystemExit) as raised:
+            cause = unwrap_group(raised, ToolFault)
+            if isinstance(cause, ToolFault):
+                raise cause from cause.__cause__  # which may be a time-out
+            reason = " ".join(str(cause).split())
+            return ToolOutput(text=f"{type(cause).__name__}: {reason}".rstrip(": "), failed=True)
         return ToolOutput(text=text)
 
     def _convert(self, name: str, value: Json) -> Any:
