@@ -195,6 +195,21 @@ DECLARED: dict[str, tuple[Json, Json, Json]] = {
     "$ref with an escape": ({"$ref": "#/$defs/my%20type", "$defs": DEFS}, {"url": "a"}, {}),
     "$ref into a list": ({"$ref": "#/oneOf/1", "oneOf": [URL, SIZE]}, {"size": 3}, {"url": "a"}),
     "$ref to itself": ({"$ref": "#", **SIZE}, {"size": 3}, {}),
+    "$ref to an anchor": (
+        {
+            "properties": {"url": {"$ref": "#link"}},
+            "required": ["url"],
+            "$defs": {"Link": {"$anchor": "link", "type": "string"}},
+        },
+        {"url": "7"},
+        {"url": 7},
+    ),
+    "$ref to an id": (
+        {"$ref": "#sizes", "definitions": {"Sizes": {"allOf": [{"$id": "#sizes", **SIZE}]}}},
+        {"size": 3},
+        {},
+    ),
+    "$ref to a missing anchor": ({"properties": {"a": {"$ref": "#b"}}}, {"a": {"b": 1}}, {"b": 1}),
     "a recursive type": (
         {"$ref": "#/$defs/Node", "$defs": DEFS},
         {"next": {"next": {"url": "a"}}},

@@ -303,9 +303,11 @@ def _is_name_list(value: Any) -> bool:
 
 
 def resolve_reference(ref: str, root: Mapping[str, Any]) -> Any:
-    """Return the target of a reference such as ``#/$defs/Unit``, or None."""
+    """Return the target of a reference such as ``#/$defs/Unit`` or ``#unit``, or None."""
     if not ref.startswith("#"):
         return None
+    if ref != "#" and not ref.startswith("#/"):
+        return _find_anchor(unquote(ref), root)
     node: Any = root
     for part in ref.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -314,6 +316,21 @@ def resolve_reference(ref: str, root: Mapping[str, Any]) -> Any:
         else:
             node = node.get(name) if isinstance(node, Mapping) else None
     return node
+
+
+def _find_anchor(ref: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of the schema with this anchor, which older drafts write as its id, or None."""
+    queue: deque[Any] = deque([root])
+    while queue:
+        node = queue.popleft()
+        if isinstance(node, Mapping):
+            is_anchor = ref[1:] in (node.get("$anchor"), node.get("$dynamicAnchor"))
+            if is_anchor or ref in (node.get("$id"), node.get("id")):
+                return node
+            queue += node.values()
+        elif isinstance(node, list):
+            queue += node
+    return None
 
 
 # --- Call formats ---
