@@ -694,6 +694,62 @@ def test_elements_of_lists_and_dictionaries_are_checked(hint: Any, fits: Json, f
         assert tool.run_call({"values": fails}).failed
 
 
+@dataclass
+class Tree:
+    size: int
+    children: list["Tree"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "text"),
+    [
+        (int, 2.0, "2"),
+        (list[int], [1.0, 2], "[1, 2]"),
+        (dict[str, int], {"a": 2.0}, '{"a": 2}'),
+        (dict[str, list[int | None]] | None, {"a": [2.0, None]}, '{"a": [2, null]}'),
+        (list[int] | dict[str, int], [2.0], "[2]"),
+        (list[int] | list[float], [2.0], "[2.0]"),
+        (list[int | float], [2.0, 1], "[2.0, 1]"),
+        (list[float], [2.0, 1], "[2.0, 1]"),
+        (list[Any], [2.0, True, "1"], '[2.0, true, "1"]'),
+        (list[str], ["2.0", "1"], '["2.0", "1"]'),
+        (list[Literal[1, 2]], [1.0], "[1]"),
+        (Sequence[int], [1.0, 2], "[1, 2]"),
+        (tuple[int, float, str], [1.0, 2.0, "3"], '[1, 2.0, "3"]'),
+        (set[int] | str, "1", "1"),
+        (Sequence[bool | str], [True, "1"], '[true, "1"]'),
+        (Sequence[int | str], [1.0, "1"], '[1, "1"]'),
+        (dict[int, str], {"1": "a"}, '{"1": "a"}'),
+        (Tree, {"size": 1.0, "children": [{"size": 2.0, "children": []}]},
+         '{"size": 1, "children": [{"size": 2, "children": []}]}'),
+        (list[int], [1, "2"], "1: Input should be a valid integer."),
+        (Sequence[int], ["1", True], "0: Input should be a valid integer."),
+        (tuple[int, ...], [1, True], "1: Input should be a valid integer."),
+        (dict[str, set[int]] | None, {"a": ["1"]}, "a.0: Input should be a valid integer."),
+        (Sequence[float | None], [None, "1.5"], "1: Input should be a valid number."),
+        (list[Level], ["1"], "0: Input should be a valid integer."),
+        (list[Literal[1, 2]], [True], "0: Input should be a valid integer."),
+        (Tree, {"size": 1, "children": [{"size": "2", "children": []}]},
+         "children.0.size: Input should be a valid integer."),
+    ],
+)  # fmt: skip
+def test_whole_numbers_are_integers_in_elements_and_texts_are_not(
+    hint: Any, written: Json, text: str
+) -> None:
+    def show(values: Any) -> Any:
+        """Show values.
+
+        Args:
+            values: what to show
+        """
+        return values
+
+    show.__annotations__["values"] = hint
+    output = tool(show).run_call({"values": written})
+    assert output.text.removeprefix("The argument 'values' of show: ") == text
+    assert output.failed == ("Input should be" in text)
+
+
 def test_the_example_of_a_nested_argument_is_a_valid_call() -> None:
     class Place(BaseModel):
         city: str

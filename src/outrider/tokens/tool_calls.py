@@ -278,6 +278,26 @@ def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
     return Accepted(types=tuple(dict.fromkeys(types + nullable)), choices=tuple(choices))
 
 
+def list_branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schema, or those in its ``anyOf``, ``oneOf`` and references, of which a value fits one."""
+    branches: list[Mapping[str, Any]] = []
+    queue, seen = deque([schema]), set[str]()
+    while queue:
+        node = queue.popleft()
+        if not isinstance(node, Mapping):
+            continue
+        inner = _get_list(node, "anyOf") or _get_list(node, "oneOf")
+        if isinstance(ref := node.get("$ref"), str):
+            if ref not in seen:
+                seen.add(ref)
+                queue.append(resolve_reference(ref, root))
+        elif inner and "type" not in node:
+            queue += inner
+        else:
+            branches.append(node)
+    return branches
+
+
 def find_schema_flaw(parameters: Any) -> str:
     """Why a chat template cannot render a tool's arguments, or "" if it can.
 

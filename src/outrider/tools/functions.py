@@ -26,11 +26,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get
 import docstring_parser
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
+from pydantic_core import InitErrorDetails, to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
-from outrider.tokens.tool_calls import accepted_values
+from outrider.tokens.tool_calls import accepted_values, list_branches
 from outrider.tools.base import ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -385,9 +385,7 @@ class FunctionTool(CalledByText):
     def _convert(self, name: str, value: Json) -> Any:
         """Convert an argument to the type of its hint. Raises ValidationError, or what the type raises."""
         parameters = self.schema["parameters"]
-        accepted = accepted_values(parameters["properties"].get(name), parameters)
-        if accepted is not None:
-            value = accepted.as_integer(value)
+        value = _with_integers(value, parameters["properties"].get(name), parameters)
         if name in self.converters:
             return self.converters[name].validate_python(value)
         if name in self.element_checks:
@@ -396,6 +394,51 @@ class FunctionTool(CalledByText):
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _with_integers(
+    value: Any, schema: Any, root: Mapping[str, Any], location: tuple[int | str, ...] = ()
+) -> Any:
+    """Convert 2.0 to 2 in a value and its elements where the schema accepts integers but no other numbers.
+
+    Raises ValidationError for a text or a boolean in place of a number, which pydantic would convert.
+    """
+    accepted = accepted_values(schema, root)
+    if accepted is None:
+        return value
+    if isinstance(value, list | dict):
+        branches = list_branches(schema, root)
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        typed = [
+            (key, _with_integers(item, _element_schema(branches, key), root, (*location, key)))
+            for key, item in items
+        ]
+        return dict(typed) if isinstance(value, dict) else [item for _, item in typed]
+    kinds = {*accepted.types, *map(type, accepted.choices)}
+    if (
+        isinstance(value, str | bool)
+        and kinds & {"integer", "number", int, float}
+        and not accepted.fits(value)
+    ):
+        kind: Literal["int_type", "float_type"] = "float_type" if kinds & {"number", float} else "int_type"
+        error = InitErrorDetails(type=kind, loc=location, input=value)
+        raise ValidationError.from_exception_data("arguments", [error])
+    return accepted.as_integer(value)
+
+
+def _element_schema(branches: Sequence[Mapping[str, Any]], key: int | str) -> dict[str, Any]:
+    """The schema of an element of a list or dictionary that one of the branches describes."""
+    kind = "object" if isinstance(key, str) else "array"
+    schemas: list[Any] = []
+    for branch in branches:
+        if kind not in branch.get("type", kind):
+            continue
+        if isinstance(key, str):
+            schemas.append(branch.get("properties", {}).get(key, branch.get("additionalProperties")))
+        else:
+            first = branch.get("prefixItems", [])
+            schemas.append(first[key] if key < len(first) else branch.get("items"))
+    return {"anyOf": schemas}
 
 
 _NUMBER_KINDS: Final = ("b", "i", "u", "f")  # numpy's
