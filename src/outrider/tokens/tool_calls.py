@@ -109,12 +109,24 @@ class Accepted:
         return int(value) if is_whole and integers and "number" not in self.types else value
 
     def describe(self) -> str:
-        """Describe the values; the text continues a sentence after "must be"."""
+        """Describe the values; the text continues a sentence after "must be".
+
+        A text that reads as another value is quoted, for example ``"1"``.
+        """
         names = ", ".join(
-            choice if isinstance(choice, str) else json.dumps(choice) for choice in self.choices
+            choice if isinstance(choice, str) and not _is_json(choice) else json.dumps(choice)
+            for choice in self.choices
         )
         parts = [f"one of {names}"] if self.choices else []
         return " or ".join([*parts, *([f"of type {' or '.join(self.types)}"] if self.types else [])])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text == ""
+    return True
 
 
 @dataclass(slots=True, kw_only=True)
