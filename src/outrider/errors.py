@@ -3,6 +3,17 @@
 from typing import Any, Final
 
 
+def unwrap_group(error: BaseException, *kinds: type[BaseException]) -> BaseException:
+    """Return the exception behind a group, which for example ``asyncio.TaskGroup`` raises: the first one of
+    ``kinds``, otherwise the first one. Other exceptions are returned unchanged.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        error = error.subgroup(kinds) or error
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
 

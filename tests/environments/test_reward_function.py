@@ -13,7 +13,14 @@ import pytest
 from outrider.config import validate
 from outrider.environments.tool_qa.environment import ToolEnvironment, ToolsConfig
 from outrider.environments.tool_qa.rewards import RewardFunction
-from outrider.errors import ConfigError, DataError, EnvironmentFault, InvalidResult, NonFiniteResult
+from outrider.errors import (
+    ConfigError,
+    DataError,
+    EnvironmentFault,
+    InvalidResult,
+    NonFiniteResult,
+    ToolFault,
+)
 from outrider.plugins.listing import validate_references
 from outrider.tools.base import ToolOutput
 from outrider.types import Message, Task
@@ -21,6 +28,8 @@ from tests.tool_episodes import tool_factory
 
 REWARDS = """
 import math
+
+from outrider.errors import ToolFault
 
 seen = []
 
@@ -61,6 +70,14 @@ def raises(completions, **kwargs):
 
 def ends(completions, **kwargs):
     raise SystemExit(3)
+
+
+def judges(completions, **kwargs):
+    raise ExceptionGroup("several judges", [IndexError("odd"), ToolFault("no judge")])
+
+
+def unsure_judges(completions, **kwargs):
+    raise ExceptionGroup("several judges", [IndexError("odd"), KeyError("even")])
 
 
 def many(completions, **kwargs):
@@ -229,6 +246,8 @@ def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_pat
     [
         ("raises", EnvironmentFault, r"my_rewards:raises at .*my_rewards\.py:\d+: IndexError"),
         ("ends", EnvironmentFault, r"my_rewards:ends at .*my_rewards\.py:\d+: SystemExit: 3"),
+        ("judges", ToolFault, "^no judge$"),
+        ("unsure_judges", EnvironmentFault, "the reward function my_rewards:unsure_judges: IndexError: odd$"),
         ("many", InvalidResult, "for one completion, no list with one reward"),
         ("text", InvalidResult, "the reward of my_rewards:text is 'high'"),
         ("unscored", InvalidResult, r"returned a mapping without 'score' \(its keys: reward\)"),

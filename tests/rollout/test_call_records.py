@@ -126,6 +126,15 @@ def test_the_calls_of_a_step_that_times_out_or_raises_are_failed(
     assert (call.name, call.status) == ("search", status)
 
 
+def test_the_record_of_a_call_that_fails_in_a_group_of_exceptions() -> None:
+    def run() -> ToolOutput:
+        raise ExceptionGroup("several", [ValueError("bug"), ToolFault("down")])
+
+    with pytest.raises(ToolFault, match="down") as raised:
+        recorded_call(run, "search", "tower")
+    assert raised.value.tool_calls == (CallRecord(name="search", arguments="tower", status="error"),)
+
+
 def test_a_checkpoint_keeps_the_records_of_calls_and_of_the_return(trace: Trace) -> None:
     found = read_group(json.loads(json.dumps(group_to_dict(trace))))
     assert [asdict(node) for node in found.nodes] == [asdict(node) for node in trace.nodes]

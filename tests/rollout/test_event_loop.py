@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider.environments.base import StepResult
-from outrider.errors import EnvironmentFault, ToolFault
+from outrider.errors import EnvironmentFault, InvalidResult, OutriderError, ToolFault
 from outrider.rollout.episode import play_texts
 from outrider.rollout.faults import run_guarded, run_timed
 from outrider.rollout.scheduler import run_to_end
+from outrider.tools.base import is_timeout
 from outrider.types import Task
 from tests.rollout.fakes import END, Factory, Fake, say, scheduler, scripted, tasks
 
@@ -98,6 +99,29 @@ def test_run_timed_returns_results_and_raises_faults() -> None:
     assert run_timed(lambda one, other: one + other, 1, 2, timeout_s=5) == 3
     with pytest.raises(ToolFault):
         run_timed(refuse, timeout_s=5)
+
+
+@pytest.mark.parametrize("kind", [ToolFault, EnvironmentFault, InvalidResult])
+def test_a_fault_in_a_group_of_exceptions_keeps_its_kind(kind: type[OutriderError]) -> None:
+    fault = kind("no")
+    fault.__cause__ = TimeoutError()
+
+    def refuse() -> None:
+        raise ExceptionGroup("several", [ValueError("a"), ExceptionGroup("inner", [KeyError("b"), fault])])
+
+    with pytest.raises(kind) as raised:
+        run_timed(refuse, timeout_s=5)
+    assert raised.value is fault and is_timeout(fault)
+    with pytest.raises(kind, match="no"):
+        asyncio.run(run_guarded(refuse, timeout_s=5))
+
+
+def test_the_first_of_a_group_of_exceptions_is_reported() -> None:
+    def fail() -> None:
+        raise BaseExceptionGroup("several", [ValueError("a"), SystemExit(1)])
+
+    with pytest.raises(EnvironmentFault, match=r"^ValueError: a$"):
+        run_timed(fail, timeout_s=5)
 
 
 # Cancellation in the same tick in which a call returns.

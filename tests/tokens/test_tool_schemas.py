@@ -153,8 +153,14 @@ def test_text_arguments_get_the_types_of_the_schema(case: tuple[Json, Json, set[
         ),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "x", "must be of type integer or null"),
         ({"$ref": "#/$defs/Point"}, 1, "must be of type object"),
-        ({"allOf": [{"$ref": "#/$defs/Unit"}]}, "m", "must be one of km, null, 3, null"),
+        ({"allOf": [{"$ref": "#/$defs/Unit"}]}, "m", 'must be one of km, "null", 3, null'),
         ({"enum": [1, 2]}, True, "must be one of 1, 2"),
+        ({"enum": ["1", "2"]}, 1, 'must be one of "1", "2"'),
+        (
+            {"enum": ["", "1 km", "-1e3", "true", True, "[]", "n/a"]},
+            2,
+            'must be one of "", 1 km, "-1e3", "true", true, "[]", n/a',
+        ),
         ({"oneOf": [{"type": "integer"}, {}]}, "x", ""),
         ({"type": "date"}, 1, ""),
     ],
@@ -195,6 +201,21 @@ DECLARED: dict[str, tuple[Json, Json, Json]] = {
     "$ref with an escape": ({"$ref": "#/$defs/my%20type", "$defs": DEFS}, {"url": "a"}, {}),
     "$ref into a list": ({"$ref": "#/oneOf/1", "oneOf": [URL, SIZE]}, {"size": 3}, {"url": "a"}),
     "$ref to itself": ({"$ref": "#", **SIZE}, {"size": 3}, {}),
+    "$ref to an anchor": (
+        {
+            "properties": {"url": {"$ref": "#link"}},
+            "required": ["url"],
+            "$defs": {"Link": {"$anchor": "link", "type": "string"}},
+        },
+        {"url": "7"},
+        {"url": 7},
+    ),
+    "$ref to an id": (
+        {"$ref": "#sizes", "definitions": {"Sizes": {"allOf": [{"$id": "#sizes", **SIZE}]}}},
+        {"size": 3},
+        {},
+    ),
+    "$ref to a missing anchor": ({"properties": {"a": {"$ref": "#b"}}}, {"a": {"b": 1}}, {"b": 1}),
     "a recursive type": (
         {"$ref": "#/$defs/Node", "$defs": DEFS},
         {"next": {"next": {"url": "a"}}},

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Dict, List, Literal, NamedTuple, NotRequired,
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 from typing_extensions import TypedDict
 
+from outrider.environments.base import Episode
 from outrider.environments.tool_qa.environment import ToolsConfig
 from outrider.errors import ConfigError, ToolFault
 from outrider.plugins.registry import build_by_name, resolve
@@ -27,7 +28,8 @@ from outrider.testing import check_tool
 from outrider.tokens.call_formats import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema, usage_line
 from outrider.tools.functions import FunctionTool, tool_class
-from outrider.types import Json, ToolCall
+from outrider.types import Json, Task, ToolCall
+from tests.tool_episodes import tool_factory
 
 
 def add(a: int, b: int = 1) -> int:
@@ -442,6 +444,68 @@ def test_an_argument_that_cannot_be_converted_is_an_observation(
     assert output.failed and reason in output.text and "\n" not in output.text
 
 
+class Country(BaseModel):
+    name: str
+
+    @field_validator("name")
+    @classmethod
+    def _look_up(cls, name: str) -> str:
+        if name == "down":
+            raise ToolFault("no power")
+        return {"France": "fr"}[name]
+
+
+@dataclass
+class Share:
+    parts: int
+
+    def __post_init__(self) -> None:
+        self.value = 1 / self.parts
+
+
+def exit_at_once(value: object) -> object:
+    raise SystemExit(2)
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "text"),
+    [
+        (Country, {"name": "Spain"}, "KeyError: 'Spain'"),
+        (Share, {"parts": 0}, "ZeroDivisionError: division by zero"),
+        (list[Share] | None, [{"parts": 0}], "ZeroDivisionError: division by zero"),
+        (Annotated[str | int, BeforeValidator(str.lower)], 1, "TypeError: descriptor 'lower'"),
+        (Annotated[str, BeforeValidator(exit_at_once)], "a", "SystemExit: 2"),
+    ],
+)
+def test_an_error_while_an_argument_is_converted_is_a_failed_call(
+    hint: Any, written: Json, text: str
+) -> None:
+    def take(value: Any) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+        """
+        raise AssertionError("never called")
+
+    take.__annotations__["value"] = hint
+    output = tool(take).run_call({"value": written})
+    assert output.failed and output.text.startswith(text)
+
+
+def test_a_tool_fault_while_an_argument_is_converted_is_raised() -> None:
+    def take(country: Country) -> str:
+        """Take something.
+
+        Args:
+            country: What to take.
+        """
+        raise AssertionError("never called")
+
+    with pytest.raises(ToolFault, match="no power"):
+        tool(take).run_call({"country": {"name": "down"}})
+
+
 @pytest.mark.parametrize(
     ("hint", "reason"),
     [
@@ -628,6 +692,62 @@ def test_elements_of_lists_and_dictionaries_are_checked(hint: Any, fits: Json, f
     assert tool.run_call({"values": fits}).text == json.dumps(fits)  # no value is converted
     if fails is not None:
         assert tool.run_call({"values": fails}).failed
+
+
+@dataclass
+class Tree:
+    size: int
+    children: list["Tree"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "written", "text"),
+    [
+        (int, 2.0, "2"),
+        (list[int], [1.0, 2], "[1, 2]"),
+        (dict[str, int], {"a": 2.0}, '{"a": 2}'),
+        (dict[str, list[int | None]] | None, {"a": [2.0, None]}, '{"a": [2, null]}'),
+        (list[int] | dict[str, int], [2.0], "[2]"),
+        (list[int] | list[float], [2.0], "[2.0]"),
+        (list[int | float], [2.0, 1], "[2.0, 1]"),
+        (list[float], [2.0, 1], "[2.0, 1]"),
+        (list[Any], [2.0, True, "1"], '[2.0, true, "1"]'),
+        (list[str], ["2.0", "1"], '["2.0", "1"]'),
+        (list[Literal[1, 2]], [1.0], "[1]"),
+        (Sequence[int], [1.0, 2], "[1, 2]"),
+        (tuple[int, float, str], [1.0, 2.0, "3"], '[1, 2.0, "3"]'),
+        (set[int] | str, "1", "1"),
+        (Sequence[bool | str], [True, "1"], '[true, "1"]'),
+        (Sequence[int | str], [1.0, "1"], '[1, "1"]'),
+        (dict[int, str], {"1": "a"}, '{"1": "a"}'),
+        (Tree, {"size": 1.0, "children": [{"size": 2.0, "children": []}]},
+         '{"size": 1, "children": [{"size": 2, "children": []}]}'),
+        (list[int], [1, "2"], "1: Input should be a valid integer."),
+        (Sequence[int], ["1", True], "0: Input should be a valid integer."),
+        (tuple[int, ...], [1, True], "1: Input should be a valid integer."),
+        (dict[str, set[int]] | None, {"a": ["1"]}, "a.0: Input should be a valid integer."),
+        (Sequence[float | None], [None, "1.5"], "1: Input should be a valid number."),
+        (list[Level], ["1"], "0: Input should be a valid integer."),
+        (list[Literal[1, 2]], [True], "0: Input should be a valid integer."),
+        (Tree, {"size": 1, "children": [{"size": "2", "children": []}]},
+         "children.0.size: Input should be a valid integer."),
+    ],
+)  # fmt: skip
+def test_whole_numbers_are_integers_in_elements_and_texts_are_not(
+    hint: Any, written: Json, text: str
+) -> None:
+    def show(values: Any) -> Any:
+        """Show values.
+
+        Args:
+            values: what to show
+        """
+        return values
+
+    show.__annotations__["values"] = hint
+    output = tool(show).run_call({"values": written})
+    assert output.text.removeprefix("The argument 'values' of show: ") == text
+    assert output.failed == ("Input should be" in text)
 
 
 def test_the_example_of_a_nested_argument_is_a_valid_call() -> None:
@@ -894,6 +1014,74 @@ def test_a_plug_in_that_is_no_tool_is_refused() -> None:
 def test_a_tool_fault_is_raised() -> None:
     with pytest.raises(ToolFault, match="no power"):
         tool(shout).run_text("down")
+
+
+async def shout_all(texts: list[str]) -> list[str]:
+    """Write several texts large at once.
+
+    Args:
+        texts: what to write
+    """
+
+    async def shout_one(text: str) -> str:
+        return shout(text)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(shout_one(text)) for text in texts]
+    return [task.result() for task in tasks]
+
+
+def test_errors_of_concurrent_tasks_are_those_of_the_function() -> None:
+    assert tool(shout_all).run_call({"texts": ["a", "b"]}).text == '["A", "B"]'
+    output = tool(shout_all).run_call({"texts": ["a", " ", ""]})
+    assert output == ToolOutput(text="ValueError: nothing to shout", failed=True)
+    with pytest.raises(ToolFault, match="no power"):
+        tool(shout_all).run_call({"texts": ["a", " ", "down"]})
+
+
+def pop_largest(numbers: list[int]) -> int:
+    """Return the largest number.
+
+    Args:
+        numbers: at least one
+    """
+    return numbers.pop(numbers.index(max(numbers)))
+
+
+def test_a_function_may_change_its_arguments() -> None:
+    arguments: dict[str, Json] = {"numbers": [7, 9, 8]}
+    assert tool(pop_largest).run_call(arguments).text == "9"
+    assert arguments == {"numbers": [7, 9, 8]}
+
+
+class Popping:
+    """A tool with a schema that changes its arguments."""
+
+    name, usage = "pop_largest", "u"
+    schema = tool(pop_largest).schema
+
+    def run_text(self, text: str) -> ToolOutput:
+        raise AssertionError
+
+    def run_call(self, arguments: Any) -> ToolOutput:
+        return ToolOutput(text=str(pop_largest(arguments.pop("numbers"))))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("popping", [tool(pop_largest), Popping()])
+def test_changed_arguments_are_recorded_and_recognized_as_they_were_written(popping: Any) -> None:
+    config = ToolsConfig.model_validate({"tools": ["python"], "protocol": "hermes", "max_calls": 9})
+    environment = tool_factory(tools=[popping], config=config)(Task(key="t", question="?", answers=("1",)))
+    episode = Episode(environment)
+    episode.start(0)
+    for numbers, num_repeated in (([7, 9, 8], 0), ([7, 9, 8], 1), ([7, 8], 1)):
+        call = ToolCall(name="pop_largest", arguments={"numbers": list(numbers)})
+        text = CALL_FORMATS["hermes"].write([call])
+        turn = episode.read(text)
+        assert episode.act(text, turn).text == str(max(numbers))
+        assert turn.tool_calls[0].arguments == {"numbers": numbers}
+        assert episode.result().metrics["num_repeated_queries"] == num_repeated
 
 
 def test_a_function_without_hints_is_refused() -> None:

@@ -47,6 +47,7 @@ from outrider.errors import (
     NonFiniteResult,
     ToolFault,
     ToolUnavailable,
+    unwrap_group,
 )
 from outrider.plugins.registry import Section, build, resolve
 from outrider.suggestions import did_you_mean
@@ -613,9 +614,10 @@ class Episode:
     def _guarded(self, read: Callable[[], _T]) -> _T:
         try:
             return read()
-        except (ToolFault, EnvironmentFault, InvalidResult):
-            raise
-        except (Exception, SystemExit) as error:  # errors of plug-in code must not end the run
+        except (Exception, SystemExit) as raised:  # errors of plug-in code must not end the run
+            error = unwrap_group(raised, ToolFault, EnvironmentFault, InvalidResult)
+            if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
+                raise error from error.__cause__
             kind = type(self.environment).__name__
             raise EnvironmentFault(f"{kind} cannot read a turn: {type(error).__name__}: {error}") from error
 
@@ -627,7 +629,7 @@ class Episode:
         has_calls = bool(turn.tool_calls or turn.problems)
         self.ends_with_answer = self.call_format is not None and not self.is_external and not has_calls
         start = time.perf_counter()
-        result = _converted(self.environment.step(turn), "step")
+        result = _converted(self.environment.step(_copy_arguments(turn)), "step")
         if not result.tool_calls and not self.is_external:
             seconds = round(time.perf_counter() - start, 3)
             result = replace(result, tool_calls=_implied_calls(turn, result, seconds))
@@ -842,6 +844,12 @@ def _as_record(call: CallRecord) -> CallRecord:
 
 
 _STATUSES: Final = get_args(CallStatus)
+
+
+def _copy_arguments(turn: Message) -> Message:
+    """Return the turn with copies of the arguments, which an environment or a tool may change."""
+    calls = [replace(call, arguments=deepcopy(dict(call.arguments))) for call in turn.tool_calls]
+    return replace(turn, tool_calls=tuple(calls)) if calls else turn
 
 
 def _implied_calls(turn: Message, result: StepResult, seconds: float) -> tuple[CallRecord, ...]:

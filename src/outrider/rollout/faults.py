@@ -18,6 +18,7 @@ from outrider.errors import (
     NonFiniteResult,
     ToolFault,
     UnusableReward,
+    unwrap_group,
 )
 from outrider.printing import plural
 from outrider.rollout.settings import Limits
@@ -228,9 +229,10 @@ def _run_call(call: Callable[..., ResultT], *arguments: object) -> _Outcome[Resu
 
 def _unwrap(outcome: _Outcome[ResultT], clock: CallClock) -> ResultT:
     result, error = outcome
-    if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
-        raise error
     if error is not None:
+        error = unwrap_group(error, ToolFault, EnvironmentFault, InvalidResult)
+        if isinstance(error, ToolFault | EnvironmentFault | InvalidResult):
+            raise error
         fault = EnvironmentFault(f"{type(error).__name__}: {error}")
         fault.tool_calls = tuple(clock.tool_calls)
         raise fault from error

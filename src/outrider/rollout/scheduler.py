@@ -17,7 +17,7 @@ import numpy as np
 from outrider.engines.base import Engine, Generation, Request
 from outrider.environments.base import Env, EnvironmentFactory
 from outrider.environments.conversations import ExternalAgent
-from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault
+from outrider.errors import ConfigError, EngineFault, EnvironmentFault, InvalidResult, ToolFault, unwrap_group
 from outrider.rollout.branching import (
     BranchingGroupScheduler,
     Copies,
@@ -367,10 +367,7 @@ class Scheduler:
             ]
             return run_to_end(_Batch(self, traces, training_step, continued=continued).play())
         except BaseExceptionGroup as group:  # a hook or engine failed: raise the first cause
-            cause: BaseException = group
-            while isinstance(cause, BaseExceptionGroup):
-                cause = cause.exceptions[0]
-            raise cause from group
+            raise unwrap_group(group) from group
 
     def _make_group_scheduler(
         self, traces: Sequence[Trace], *, size: int, training_step: int, enqueue: Enqueue, copies: Copies

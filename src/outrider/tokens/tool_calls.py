@@ -135,12 +135,24 @@ class Accepted:
         return int(value) if is_whole and integers and "number" not in self.types else value
 
     def describe(self) -> str:
-        """Describe the values; the text continues a sentence after "must be"."""
+        """Describe the values; the text continues a sentence after "must be".
+
+        A text that reads as another value is quoted, for example ``"1"``.
+        """
         names = ", ".join(
-            choice if isinstance(choice, str) else json.dumps(choice) for choice in self.choices
+            choice if isinstance(choice, str) and not _is_json(choice) else json.dumps(choice)
+            for choice in self.choices
         )
         parts = [f"one of {names}"] if self.choices else []
         return " or ".join([*parts, *([f"of type {' or '.join(self.types)}"] if self.types else [])])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text == ""
+    return True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,6 +316,26 @@ def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
     return Accepted(types=tuple(dict.fromkeys(types + nullable)), choices=tuple(choices))
 
 
+def list_branches(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schema, or those in its ``anyOf``, ``oneOf`` and references, of which a value fits one."""
+    branches: list[Mapping[str, Any]] = []
+    queue, seen = deque([schema]), set[str]()
+    while queue:
+        node = queue.popleft()
+        if not isinstance(node, Mapping):
+            continue
+        inner = _get_list(node, "anyOf") or _get_list(node, "oneOf")
+        if isinstance(ref := node.get("$ref"), str):
+            if ref not in seen:
+                seen.add(ref)
+                queue.append(resolve_reference(ref, root))
+        elif inner and "type" not in node:
+            queue += inner
+        else:
+            branches.append(node)
+    return branches
+
+
 def find_schema_flaw(parameters: Any) -> str:
     """Why a chat template cannot render a tool's arguments, or "" if it can.
 
@@ -329,9 +361,11 @@ def _is_name_list(value: Any) -> bool:
 
 
 def resolve_reference(ref: str, root: Mapping[str, Any]) -> Any:
-    """Return the target of a reference such as ``#/$defs/Unit``, or None."""
+    """Return the target of a reference such as ``#/$defs/Unit`` or ``#unit``, or None."""
     if not ref.startswith("#"):
         return None
+    if ref != "#" and not ref.startswith("#/"):
+        return _find_anchor(unquote(ref), root)
     node: Any = root
     for part in ref.removeprefix("#").split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -340,6 +374,21 @@ def resolve_reference(ref: str, root: Mapping[str, Any]) -> Any:
         else:
             node = node.get(name) if isinstance(node, Mapping) else None
     return node
+
+
+def _find_anchor(ref: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of the schema with this anchor, which older drafts write as its id, or None."""
+    queue: deque[Any] = deque([root])
+    while queue:
+        node = queue.popleft()
+        if isinstance(node, Mapping):
+            is_anchor = ref[1:] in (node.get("$anchor"), node.get("$dynamicAnchor"))
+            if is_anchor or ref in (node.get("$id"), node.get("id")):
+                return node
+            queue += node.values()
+        elif isinstance(node, list):
+            queue += node
+    return None
 
 
 # --- Call formats ---

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
-from outrider.errors import ToolFault
+from outrider.errors import ToolFault, unwrap_group
 from outrider.tokens.tool_calls import Arguments, accepted_values, resolve_reference
 from outrider.types import CallRecord, CallStatus, Json, ToolCall, ToolSchema
 
@@ -305,13 +305,14 @@ def recorded_call(run: Callable[[], ToolOutput], name: str, arguments: str) -> t
 
     try:
         output = run()
-    except ToolFault as fault:
+    except BaseException as raised:
+        fault = unwrap_group(raised, ToolFault)
+        if not isinstance(fault, ToolFault):
+            ended("error")
+            raise
         error = ToolFault(str(fault))
         error.tool_calls = (ended("timeout" if is_timeout(fault) else "error"),)
         raise error from fault
-    except BaseException:
-        ended("error")
-        raise
     return output, ended(output.call_status)
 
 

@@ -7,6 +7,7 @@ pydantic converts the arguments.
 """
 
 import asyncio
+import copy
 import dataclasses
 import functools
 import inspect
@@ -25,11 +26,11 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, Union, get
 import docstring_parser
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
+from pydantic_core import InitErrorDetails, to_jsonable_python
 
-from outrider.errors import ConfigError, ToolFault
+from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
-from outrider.tokens.tool_calls import accepted_values
+from outrider.tokens.tool_calls import accepted_values, list_branches
 from outrider.tools.base import ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -358,22 +359,14 @@ class FunctionTool(CalledByText):
     element_checks: ClassVar[Mapping[str, TypeAdapter[Any]]] = {}
 
     def _run(self, arguments: Mapping[str, Json]) -> ToolOutput:
-        values: dict[str, Any] = dict(arguments)
-        parameters = self.schema["parameters"]
-        for name in values:
-            accepted = accepted_values(parameters["properties"].get(name), parameters)
-            if accepted is not None:
-                values[name] = accepted.as_integer(values[name])
-            try:
-                if name in self.converters:
-                    values[name] = self.converters[name].validate_python(values[name])
-                elif name in self.element_checks:
-                    self.element_checks[name].validate_python(values[name], strict=True)
-            except ValidationError as error:
-                return ToolOutput(
-                    text=f"The argument {name!r} of {self.name}: {error_line(error)}", failed=True
-                )
         try:
+            values = copy.deepcopy(dict(arguments))  # the function may change its lists
+            for name in values:
+                try:
+                    values[name] = self._convert(name, values[name])
+                except ValidationError as error:
+                    text = f"The argument {name!r} of {self.name}: {error_line(error)}"
+                    return ToolOutput(text=text, failed=True)
             result = _await_result(type(self).function(**values))
             result = result.decode(errors="replace") if isinstance(result, bytes) else result
             text = (
@@ -381,15 +374,71 @@ class FunctionTool(CalledByText):
                 if isinstance(result, str)
                 else json.dumps(_with_text_keys(result), ensure_ascii=False, default=_as_json)
             )
-        except ToolFault:
-            raise
-        except (Exception, SystemExit) as error:
-            reason = " ".join(str(error).split())
-            return ToolOutput(text=f"{type(error).__name__}: {reason}".rstrip(": "), failed=True)
+        except (Exception, SystemExit) as raised:
+            cause = unwrap_group(raised, ToolFault)
+            if isinstance(cause, ToolFault):
+                raise cause from cause.__cause__  # which may be a time-out
+            reason = " ".join(str(cause).split())
+            return ToolOutput(text=f"{type(cause).__name__}: {reason}".rstrip(": "), failed=True)
         return ToolOutput(text=text)
+
+    def _convert(self, name: str, value: Json) -> Any:
+        """Convert an argument to the type of its hint. Raises ValidationError, or what the type raises."""
+        parameters = self.schema["parameters"]
+        value = _with_integers(value, parameters["properties"].get(name), parameters)
+        if name in self.converters:
+            return self.converters[name].validate_python(value)
+        if name in self.element_checks:
+            self.element_checks[name].validate_python(value, strict=True)
+        return value
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def _with_integers(
+    value: Any, schema: Any, root: Mapping[str, Any], location: tuple[int | str, ...] = ()
+) -> Any:
+    """Convert 2.0 to 2 in a value and its elements where the schema accepts integers but no other numbers.
+
+    Raises ValidationError for a text or a boolean in place of a number, which pydantic would convert.
+    """
+    accepted = accepted_values(schema, root)
+    if accepted is None:
+        return value
+    if isinstance(value, list | dict):
+        branches = list_branches(schema, root)
+        items = enumerate(value) if isinstance(value, list) else value.items()
+        typed = [
+            (key, _with_integers(item, _element_schema(branches, key), root, (*location, key)))
+            for key, item in items
+        ]
+        return dict(typed) if isinstance(value, dict) else [item for _, item in typed]
+    kinds = {*accepted.types, *map(type, accepted.choices)}
+    if (
+        isinstance(value, str | bool)
+        and kinds & {"integer", "number", int, float}
+        and not accepted.fits(value)
+    ):
+        kind: Literal["int_type", "float_type"] = "float_type" if kinds & {"number", float} else "int_type"
+        error = InitErrorDetails(type=kind, loc=location, input=value)
+        raise ValidationError.from_exception_data("arguments", [error])
+    return accepted.as_integer(value)
+
+
+def _element_schema(branches: Sequence[Mapping[str, Any]], key: int | str) -> dict[str, Any]:
+    """The schema of an element of a list or dictionary that one of the branches describes."""
+    kind = "object" if isinstance(key, str) else "array"
+    schemas: list[Any] = []
+    for branch in branches:
+        if kind not in branch.get("type", kind):
+            continue
+        if isinstance(key, str):
+            schemas.append(branch.get("properties", {}).get(key, branch.get("additionalProperties")))
+        else:
+            first = branch.get("prefixItems", [])
+            schemas.append(first[key] if key < len(first) else branch.get("items"))
+    return {"anyOf": schemas}
 
 
 _NUMBER_KINDS: Final = ("b", "i", "u", "f")  # numpy's

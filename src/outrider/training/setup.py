@@ -498,7 +498,7 @@ def note_unlearnable_tokens(
     Tokens that pre-training never saw share one row of the projection, so no hidden state prefers one of them
     (``<tool_call>`` in Qwen2.5-Coder-0.5B, ``<|eot_id|>`` in base models of Llama 3).
     """
-    weight = language_model.head.weight.detach()
+    weight = cast(Tensor, language_model.head.weight).detach()
     ids = set(renderer.closing.token_ids)
     if renderer.call_format is not None:
         call = ToolCall(name="a", arguments={}, call_id="call00000")

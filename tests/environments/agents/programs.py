@@ -101,6 +101,11 @@ def raising(task: Any) -> float:
     raise RuntimeError("no idea")
 
 
+def raising_group(task: Any) -> float:
+    chat([{"role": "user", "content": "a"}])
+    raise ExceptionGroup("unhandled errors in a TaskGroup", [LookupError("no tool")])
+
+
 def hanging(task: Any) -> float:
     chat([{"role": "user", "content": "a"}])
     time.sleep(3600)

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 from outrider.environments.base import as_float
 from outrider.environments.process_supervisor import STATUS_PREFIX, supervised_command
-from outrider.errors import ConfigError, InvalidResult, NonFiniteResult, OutriderError
+from outrider.errors import ConfigError, InvalidResult, NonFiniteResult, OutriderError, unwrap_group
 from outrider.plugins.imports import import_function
 from outrider.tools.python import sandbox
 from outrider.types import Task
@@ -256,10 +256,11 @@ def _run_child(
         outcome = {"error": f"it exited with status {status}{suffix}"} if status else {"value": None}
     except CommandFailed as error:
         outcome = {"failed": _one_line(error)}
-    except BaseException as error:
+    except BaseException as raised:
         with contextlib.suppress(BaseException):  # it may have closed its standard error
             traceback.print_exc()
-        outcome = {"error": f"{type(error).__name__}: {_one_line(error)}"}
+        cause = unwrap_group(raised)
+        outcome = {"error": f"{type(cause).__name__}: {_one_line(cause)}"}
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -666,7 +666,7 @@ class ToolEnvironment(Environment):
     def _call_natively(self, turn: NativeTurn, calls: Sequence[ToolCall]) -> StepResult:
         """Execute the calls in order. Each one gets a message, followed by one message per problem."""
         tools, refuses_repetitions = self.shared.tools, self.settings.repeated == "refuse"
-        outputs: list[tuple[ToolCall, ToolOutput]] = []
+        outputs: list[tuple[tuple[str, str], ToolOutput]] = []  # by the key of the call
         messages: list[Message] = []
         records: list[CallRecord] = []
         is_refused = is_repeated = False
@@ -686,20 +686,20 @@ class ToolEnvironment(Environment):
                 except ToolFault as fault:
                     fault.tool_calls = (*records, *fault.tool_calls)
                     raise
-                outputs.append((call, output))
+                outputs.append((key, output))
                 messages.append(_result(call, output.text))
             records.append(record)
             seen_keys.add(key)
         # Count after the last call, so that a fault leaves the record unchanged.
-        for call, output in outputs:
-            self._count(tools.call_key(call), failed=output.failed)
+        for key, output in outputs:
+            self._count(key, failed=output.failed)
         first = len(calls) + len(turn.problems)  # after the numbers of all calls, parsed or not
         messages += [  # some chat templates reject a tool message without a call id
             Message(role="tool", content=problem, tool_call_id=call_id(number))
             for number, problem in enumerate(turn.problems, first)
         ]
         tool_calls = (*records, *unparsed_calls(turn.problems))
-        executed = tuple(call.name for call, _ in outputs)
+        executed = tuple(name for (name, _), _ in outputs)
         self._turns.append(replace(turn, executed=executed))
         is_invalid = bool(turn.problems) or is_repeated
         self._num_refused += is_refused

@@ -32,6 +32,7 @@ from outrider.errors import (
     OutriderError,
     ToolFault,
     ToolUnavailable,
+    unwrap_group,
 )
 from outrider.plugins.imports import describe_exception, import_function
 from outrider.plugins.registry import is_import_path
@@ -512,9 +513,10 @@ class RewardFunction:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
             result = self._function(**arguments)
-        except OutriderError:
-            raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as raised:
+            error = unwrap_group(raised, OutriderError)
+            if isinstance(error, OutriderError):
+                raise error from error.__cause__
             raise EnvironmentFault(f"the reward function {self.path}{describe_exception(error)}") from error
         parts: dict[str, float] = {}
         if isinstance(result, Mapping):

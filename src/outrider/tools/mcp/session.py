@@ -46,7 +46,7 @@ from mcp_types import (
 )
 
 from outrider import __version__
-from outrider.errors import ConfigError, OutriderError, ToolFault, ToolUnavailable
+from outrider.errors import ConfigError, OutriderError, ToolFault, ToolUnavailable, unwrap_group
 from outrider.plugins.imports import Origin
 from outrider.tokens.tool_calls import Arguments, find_schema_flaw
 from outrider.tools.base import ToolOutput, usage_line
@@ -528,9 +528,8 @@ class Link:
 
 
 def _first(error: BaseException) -> BaseException:
-    """The first of several errors that occurred at once."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    """The first of several errors that occurred at once; one of ours is first."""
+    error = unwrap_group(error, OutriderError)
     return ToolFault("it was ended") if isinstance(error, asyncio.CancelledError) else error
 
 
