@@ -14,6 +14,7 @@ from threading import Event
 from typing import Any, TypeAlias, cast
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from outrider.algorithms.base import Algorithm, AlgorithmContext
 from outrider.algorithms.distill_help import add_help_hook, file_lines, find_help_hook

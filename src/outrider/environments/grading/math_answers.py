@@ -319,6 +319,8 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
 
 def _assigned_value(text: str) -> str:
     """The value of a name, before its words are compared and its size is checked; empty for anything else."""
+    if len(text) > _MAX_SPELLED:
+        return ""
     name, *values = split_top(text, "=")
     if not values or _NAME.fullmatch(name.strip()) is None or _SIGN.search(text):
         return ""
