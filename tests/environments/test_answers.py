@@ -107,6 +107,12 @@ def test_f1_agrees_with_the_recorded_cases(
     assert f1_score(prediction, answers) == pytest.approx(expected)
 
 
+def test_a_degree_is_a_word_of_its_own() -> None:
+    assert f1_score("30 °C", ("30",)) == f1_score("30°C", ("30",)) == pytest.approx(2 / 3)
+    assert normalize_answer("30°C") == normalize_answer("30 °C") == normalize_answer(r"30^\circ C")
+    assert normalize_answer("x^{n-1}") != normalize_answer("x^{n}-1")
+
+
 def test_f1_distinguishes_minus_six_and_six() -> None:
     assert f1_score("-6", ("6",)) == 0.0
 

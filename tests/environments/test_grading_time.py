@@ -110,6 +110,13 @@ def test_long_answers_are_compared_in_bounded_time(part: str) -> None:
     assert time.process_time() - begun < 2
 
 
+def test_many_units_are_read_in_bounded_time() -> None:
+    """They are read in the process of the trainer."""
+    begun = time.process_time()
+    compare_math("1" + r"\text{abc} " * 90 + "+", "5")
+    assert time.process_time() - begun < 2
+
+
 @pytest.mark.parametrize("read", [normalize_answer, terms])
 def test_many_combining_marks_are_read_in_bounded_time(read: Callable[[str], object]) -> None:
     begun = time.process_time()

@@ -283,6 +283,22 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         ("m-n=3", "3"), ("ab+bc+ca=11", "11"), (r"\frac{a+b}{c}=3", "3"), (r"|\vec{a}|=3", "3"),
         ("2+3=5", "5"), ("x=2+3=5", "5"), (r"\binom{4}{2}=6", "6"), (r"\log_2 8 = 3", "3"),
         ("n! = 120", "120"), (r"e^{i\pi}=-1", "-1"), ("(1+i)^2=2i", "2i"), ("AB+BC=5", "5"),
+        ("f(x+1) = x^2", "x^2"), ("f(2x) = 3", "3"), ("E[X^2] = 3", "3"),
+        (r"A^{-1} = \begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+    ],
+    "the function sec": [
+        (r"\frac{1}{2}\operatorname{sec}^{2}(x)", r"\frac12\sec^2 x"),
+        (r"2\,\mathrm{sec}^2\theta", r"2\sec^2\theta"), (r"e^{x}\operatorname{sec}^{2}(x)", r"e^x\sec^2 x"),
+    ],
+    "transposed matrices with blanks": [
+        (text, r"\begin{pmatrix}1\\2\end{pmatrix}")
+        for text in (r"\begin{pmatrix}1&2\end{pmatrix} ^T", r"{\begin{pmatrix}1&2\end{pmatrix}}^T",
+                     r"( \begin{pmatrix}1&2\end{pmatrix} )^T",
+                     r"\left[\begin{array}{cc}1&2\end{array} \right] ^T")
+    ],
+    "sums in percent and mixed separators": [
+        (r"1-5\%", "0.95"), (r"12,\!345,678", "12345678"), ("1{,}234,567", "1234567"),
+        ("(5, 100,200)", "(5,100200)"), ("(5, 100,200)", "(5,100,200)"),
     ],
 }  # fmt: skip
 

@@ -101,6 +101,7 @@ def test_recorded_golds(case: dict[str, Any]) -> None:
 def test_a_solution_without_a_mark_has_no_number() -> None:
     assert number_after_mark("72") is None and number_after_mark("#### none") is None
     assert number_after_mark("#### -3.5") == "-3.5"
+    assert number_after_mark("#### 1/2\n#### 5") is None  # the first mark counts
 
 
 @pytest.mark.parametrize("text", ["#### 1/2", "#### 10 000", "#### 5%", "#### 5 apples"])

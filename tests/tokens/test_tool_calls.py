@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -237,6 +238,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
         ("<|channel>thought\nShall I CALL? No.<channel|>", "Done."),
         ("<|START_THINKING|>Shall I CALL? No.<|END_THINKING|>", "Done."),
         ("Shall I CALL? No.<|END_THINKING|>", "Done."),  # the template opened the block
+        ("Not in [think]. Shall I CALL? No.</think>", "Done."),
         ("<|inner_prefix|>Shall I CALL? No.<|inner_suffix|>", "Done."),
         (f"{ANALYSIS}Shall I CALL? No.<|end|><|start|>assistant<|channel|>final<|message|>", "Done."),
         (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}Shall I CALL?<|end|>", "Done."),
@@ -291,8 +293,10 @@ def test_tags_of_prompts_stay_in_the_content() -> None:
                                    "<|channel|>analysis", "[THINK]"])  # fmt: skip
 def test_many_blocks_are_read_in_linear_time(block: str) -> None:
     text = block * 30_000 + CALL_FORMATS["hermes"].write([look("a")])
+    begun = time.process_time()
     _, rest, _ = split_thinking(text, CALL_FORMATS["llama3_json"])
     read_calls(rest, CALL_FORMATS["hermes"], TOOLS)
+    assert time.process_time() - begun < 5
 
 
 THOUGHT_TAGS = [

@@ -227,7 +227,8 @@ def number_after_mark(solution: str) -> str | None:
     """GSM8K's final number, which follows the first ``#### ``, without thousands separators; None if there is
     none, or if the line contains anything else.
     """
-    match = re.search(r"#### (-?[0-9.,]+)[ \t\r]*(?:\n|\Z)", solution)
+    line = solution.partition("#### ")[2].partition("\n")[0]
+    match = re.fullmatch(r"(-?[0-9.,]+)[ \t\r]*", line)
     return match.group(1).replace(",", "") if match else None
 
 

@@ -57,8 +57,12 @@ def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, st
             continue
         kind, is_closing = _kind(match)
         if opening is not None:
-            if is_closing and kind == _kind(opening)[0]:
-                inside = text[position : opening.start()] + text[opening.end() : match.start()]
+            is_same = kind == _kind(opening)[0]
+            # text before an opening marker belongs to a block that the template has opened
+            if is_closing and (is_same or (not thoughts and text[position : opening.start()].strip())):
+                inside = text[position : match.start()]
+                if is_same:
+                    inside = text[position : opening.start()] + text[opening.end() : match.start()]
                 thoughts.append(inside.strip())
                 opening, position = None, match.end()
             continue
@@ -646,11 +650,6 @@ def find_thinking_tokens(tokens: Collection[str]) -> frozenset[str]:
     """Those of a tokenizer's special tokens that are markers of thinking or parts of one."""
     parts = {"<|channel>", *(("<|channel|>", "<|message|>", "<|start|>") if "<|channel|>" in tokens else ())}
     return frozenset(token for token in tokens if token in parts or _MARKERS.fullmatch(token))
-
-
-def ends_thinking(text: str) -> bool:
-    """Whether a model's closing marker of thinking is in the text."""
-    return any(_is_of_model(match) and _kind(match)[1] for match in _MARKERS.finditer(text))
 
 
 def _is_of_model(match: re.Match[str]) -> bool:

@@ -6,6 +6,7 @@ Ids are counters and times are 0, so that a program that reads them behaves the 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Final
 
 from outrider.environments.agent.requests import CHAT, PolicyRequest, RequestPath
@@ -17,10 +18,9 @@ from outrider.environments.conversations import (
     token_text,
 )
 from outrider.tokens.call_formats import get_call_format, read_turn_unchecked
-from outrider.tokens.tool_calls import ends_thinking, split_thinking
+from outrider.tokens.tool_calls import split_thinking
 from outrider.types import Message, ToolCall
 
-_MAX_MARKER_CHARS: Final = 32  # of a closing marker of thinking
 _SINGLE_CALL: Final = "The program takes one tool call a turn (parallel_tool_calls = false)."
 MODEL: Final = "policy"
 """Name of the model; requests may contain any name."""
@@ -233,10 +233,10 @@ def _num_reasoning_tokens(answer: Answer) -> int:
     """Number of tokens up to the end of the reasoning; 0 without reasoning and for turns of a server."""
     if not answer.message.reasoning or answer.turn is None or answer.turn.kind != "drawn":
         return 0
-    end = ""
-    for number, token in enumerate(answer.turn.tokens, start=1):
-        end = end[-_MAX_MARKER_CHARS:] + token
-        if ends_thinking(end):
+    text = "".join(answer.turn.tokens)
+    thoughts = text[: len(text) - len(split_thinking(text)[1])].rstrip("\n")
+    for number, length in enumerate(accumulate(map(len, answer.turn.tokens)), start=1):
+        if 0 < len(thoughts) <= length:
             return number
     return answer.turn.num_tokens
 

@@ -79,7 +79,9 @@ _REWRITES: Final = (
     (re.compile(r"\[([^\[\]]+)\]\((?:https?://|www\.|/)[^)\s\[]*\)"), r"\1"),
     (re.compile(r"</?(?:b|i|u|em|strong|su[bp]|span|code|small|mark|p|br|a|q)(?:\s[^<>]*)?/?>", re.I), ""),
 )  # fmt: skip
-_BRACED_INDEX: Final = re.compile(r"(?<=[A-Za-z)\]}])\s?([_^])\s?\{\s*([\w+-]+)\s*\}(?!\d)", re.ASCII)
+_BRACED_INDEX: Final = re.compile(
+    r"(?<=[A-Za-z)\]}])\s?([_^])\s?\{\s*([+-]?\w+[+-]?)\s*\}(?!\d|\s*[-+*/])", re.ASCII
+)
 _DEGREES: Final = re.compile("(?<=[0-9])\\s?\u00b0\\s?(?=[CFK]\\b)")
 _ENTITY: Final = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z]{2,8});")
 _MAX_NESTED: Final = 8
@@ -107,7 +109,7 @@ def plain_words(text: str) -> str:
         lambda run: "^" + unicodedata.normalize("NFKC", run.group()), text.translate(_SAME)
     )
     text = _COMPATIBLE.sub(lambda run: unicodedata.normalize("NFKC", run.group()), _FRACTION.sub(" ", text))
-    return _DEGREES.sub("\u00b0", unicodedata.normalize("NFC", text).translate(_SAME))
+    return _DEGREES.sub(" \u00b0", unicodedata.normalize("NFC", text).translate(_SAME))
 
 
 def _accented(match: re.Match[str]) -> str:

@@ -239,7 +239,8 @@ _LABEL = re.compile(
 _SUBSCRIPT: Final = r"(?:_\s*(?:\{(?:[^{}=]|\\text\s*\{[^{}]*\})*\}|\\text\s*\{[^{}]*\}|\w))?"
 _ARGUMENTS: Final = r"(?:\(\s*(?:[A-Za-z]|-?\d+)(?:\s*,\s*(?:[A-Za-z]|-?\d+))*\s*\))?"
 _NAME: Final = re.compile(
-    rf"(?:(?:[A-Za-z]|\\(?!text)[A-Za-z]+){_SUBSCRIPT}'*\s*{_ARGUMENTS}"
+    rf"(?:(?:[A-Za-z]|\\(?!text)[A-Za-z]+){_SUBSCRIPT}'*\s*{_ARGUMENTS}|[A-Z]\s*\^\s*(?:\{{\s*(?:-1|T)\s*\}}|T)"
+    r"|[fghFGHPE](?:\([^()=<>]*\)|\[[^\[\]=<>]*\])"
     rf"|\\text\s*\{{[A-Za-z ]+\}}{_SUBSCRIPT}\s*(?:\([^()=<>]*\))?|(?:m\s*)?\\(?:angle|triangle)\s*[A-Z]+"
     r"|\[[A-Z]{3,}\]|[A-Za-z](?:\s*:\s*[A-Za-z])+)\s*"
 )

@@ -163,7 +163,10 @@ def _is_same_single(left: str, right: str) -> bool:
         amount, other = (left, right) if is_percentage[0] else (right, left)
         amount = amount.removesuffix(r"\%")
         if not _RELATION.search(amount):  # "12 percent" may be written as 12 or as 0.12
-            return is_same_value(amount, other) or _is_same_expression(rf"\frac{{{amount}}}{{100}}", other)
+            is_sum = len(split_top(amount[1:], "+-")) > 1  # only its last term is in percent
+            share = left if is_percentage[0] else right
+            share = share if is_sum else rf"\frac{{{amount}}}{{100}}"
+            return is_same_value(amount, other) or _is_same_expression(share, other)
     for split in (
         _compare_unions,
         _compare_matrices,
@@ -475,7 +478,7 @@ _UNREADABLE: Final = re.compile(
 )
 # The parser drops the exponent T of a transposition, and evaluates it only for a written matrix.
 _TRANSPOSED: Final = re.compile(
-    r"(?<!matrix\})(?<!array\})(?<!(?:matrix|.array)\}[\])])\s*\^\s*(?:T|\{\s*T\s*\})"
+    r"(?<!matrix\})(?<!array\})(?<!(?:matrix|.array)\}[\])}])\^\s*(?:T|\{\s*T\s*\})"
 )
 _CLOSE: Final = 1e-6
 

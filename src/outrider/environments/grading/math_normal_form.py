@@ -60,6 +60,8 @@ _UPRIGHT: Final = re.compile(
     r"\\(text(?:rm|it|bf|normal|sf|tt|up)?|math(?:rm|it|bf|sf|tt|normal)|[mh]box|operatorname\*?|boldsymbol|bm"
     r"|emph|textsc)\s*\{([^{}]*)\}"
 )
+# Behind a unit; behind the function sec is its argument.
+_END_OF_UNIT: Final = re.compile(r"(?:\^\s*(?:\{-?\d\}|\d)\s*)?(?:[/.,$].*|\\cdot.*)?", re.DOTALL)
 # \text{ cm^{2}} and \text{ ^\circ C}
 _UPRIGHT_POWER: Final = re.compile(r"(\\(?:text|mathrm)\s*\{[^{}]*[A-Za-z])\s*\^\s*(\{-?[123]\})\s*\}")
 _UPRIGHT_DEGREES: Final = re.compile(r"\\(?:text|mathrm)\s*\{\s*\^\\circ\s*([CFK])\s*\}")
@@ -105,7 +107,7 @@ _REWRITES: Final = (
     (re.compile(r"\^\s*\{\s*\\circ\s*\}"), r"^\\circ "),
     (re.compile(r"\^\s*\{?\s*\\prime\s*\}?"), "'"),
     (re.compile(r"\^\s*(?:\{\s*\\(?:top|intercal)\s*\}|\\(?:top|intercal)(?![A-Za-z]))"), "^{T}"),
-    (re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\{\s*,\s*\}|,\\!\s*|\\,)\d{3})+(?!\d)"),
+    (re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:\{\s*,\s*\}|,\\!\s*|\\,)\d{3})+(?!\d|,\d{3}(?!\d))"),
      lambda match: re.sub(r"\D", "", match[0])),
     (re.compile(r"\{\s*,\s*\}|,\\!\s*"), ","),
     (re.compile(r"(?<=\d)\\[,;: ]\s?(?=\d{3}(?!\d))"), ","),
@@ -141,6 +143,7 @@ _REWRITES: Final = (
         re.DOTALL,
      ), lambda match: _matrix("b" if match[1] else "p" if match[2] else "v", match[4])),
     (re.compile(r"\s+"), " "),
+    (re.compile(r"(?<=\})\s+(?=[\])}^])|(?<=[\])])\s+(?=\^)"), ""),
 )  # fmt: skip
 _REPEATING: Final = re.compile(
     r"(?<![\d.])(\d*)\.(\d*)(?:\\(?:overline|bar|overset\{\.\}|dot)\s*\{\s*(\d+)\s*\}(?:(\d*)\\dot\s*\{\s*(\d)\s*\})?"
@@ -167,7 +170,7 @@ _DEGREES: Final = re.compile(
 _SCALES: Final = {"c": "celsius", "f": "fahrenheit", "k": "kelvin"}
 _TEXT_UNIT: Final = re.compile(
     r"(?P<amount>.*?[\dA-Za-z)}\]!|])\s*(?P<rate>/?)\s*"
-    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}\s*(?:\^\s*(?:\{-?[123]\}|[23]))?\s*(?:/|\\cdot(?![A-Za-z]))?)+)",
+    r"(?P<text>(?:\s*\\text\s*\{[^{}]*\}(?:\s*\^\s*(?:\{-?[123]\}|[23]))?(?:\s*(?:/|\\cdot(?![A-Za-z])))?)+)\s*",
     re.DOTALL,
 )
 _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
@@ -319,7 +322,7 @@ def _replace_upright(match: re.Match[str]) -> str:
     ) is not None  # fmt: skip
     is_last = not rest or rest[0] in "^/.,$" or rest.startswith(r"\cdot")
     is_bold = match[1].startswith(("mathbf", "bold", "bm"))
-    if bare in ("min", "sec") and is_quantity and is_last:
+    if bare in ("min", "sec") and is_quantity and _END_OF_UNIT.fullmatch(rest):
         return rf"\text{{{inside}}}"
     product = re.sub(r"\\cdot(?![A-Za-z])|\u00b7", " ", inside)
     if product != inside and is_quantity and _unit(product, "", symbols=True):
