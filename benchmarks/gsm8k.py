@@ -40,7 +40,8 @@ def as_program(answer: str) -> str | None:
             )
             lines.append(f"{name} = {with_names}")
             names[float(result)] = name
-    final = names.get(float(result_of(answer)))
+    result = result_of(answer)
+    final = names.get(float(result)) if _NUMBER.fullmatch(result.removeprefix("-")) else None
     return None if final is None else "\n".join([*lines, f"print({final})"])
 
 

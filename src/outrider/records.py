@@ -3,9 +3,11 @@
 import codecs
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +142,9 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             unreadable = {name: str(table.schema.field(name).type) for name in _unreadable(table)}
             table = table.drop_columns(list(unreadable))
             records = table.to_pylist()
-        for field in table.schema:
-            if type(field.type) is not pa.DataType or pa.types.is_float32(field.type):
-                for record in records:
-                    record[field.name] = decode_arrow(record[field.name], field.type)
+        for field in filter(lambda field: _is_encoded(field.type), table.schema):
+            for record in records:
+                record[field.name] = decode_arrow(record[field.name], field.type)
     # Text that is not UTF-8, dates out of Python's range, wrong sizes: the content contradicts the schema.
     except (
         pa.ArrowException,
@@ -165,26 +166,39 @@ def decode_arrow(value: Any, kind: Any) -> Any:
     ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values) and float32 numbers, which
     get the value of their shortest text (5.1, not 5.099999904632568). Raises ValueError for damaged JSON.
     """
+    if not _is_encoded(kind):
+        return value
     import numpy as np
     import pyarrow as pa
 
-    if value is None:
-        return None
-    if isinstance(kind, getattr(pa, "JsonType", ())):  # of pyarrow 19
-        return json.loads(value)
-    if pa.types.is_float32(kind):
-        return float(str(np.float32(value)))
-    if isinstance(kind, pa.BaseExtensionType):
-        return decode_arrow(value, kind.storage_type)
-    if pa.types.is_dictionary(kind):
-        return decode_arrow(value, kind.value_type)
-    if pa.types.is_struct(kind):
-        return {field.name: decode_arrow(value[field.name], field.type) for field in kind}
-    if pa.types.is_map(kind):
-        return [(key, decode_arrow(item, kind.item_type)) for key, item in value]
-    if isinstance(value, list):
-        return [decode_arrow(item, kind.value_type) for item in value]
-    return value
+    json_type = getattr(pa, "JsonType", ())  # of pyarrow 19
+
+    def decode(value: Any, kind: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(kind, json_type):
+            return json.loads(value)
+        if pa.types.is_float32(kind):
+            return float(str(np.float32(value)))
+        if isinstance(kind, pa.BaseExtensionType):
+            return decode(value, kind.storage_type)
+        if pa.types.is_dictionary(kind):
+            return decode(value, kind.value_type)
+        if pa.types.is_struct(kind):
+            return {field.name: decode(value[field.name], field.type) for field in kind}
+        if pa.types.is_map(kind):
+            return [(key, decode(item, kind.item_type)) for key, item in value]
+        if isinstance(value, list):
+            return [decode(item, kind.value_type) for item in value]
+        return value
+
+    return decode(value, kind)
+
+
+@lru_cache(maxsize=256)
+def _is_encoded(kind: Any) -> bool:
+    """Whether an Arrow type contains JSON text or float32 numbers."""
+    return re.search(r"\bfloat\b|arrow\.json", str(kind)) is not None
 
 
 def _unreadable(table: Any) -> list[str]:

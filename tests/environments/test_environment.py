@@ -335,6 +335,28 @@ def test_attributes_of_an_object_that_a_run_does_not_pass_on() -> None:
         assert settings_of(World()) == World().settings
         with pytest.raises(UserWarning, match="what it has in bonus is not passed on"):
             settings_of(World(bonus=5.0))
+        played = Guess()
+        played.reset(Task(key="train/1", question="1"), 0)
+        played.episode_return = 1.0
+        assert settings_of(played) == played.settings
+
+
+def test_an_object_may_need_what_a_run_shares_and_what_reset_sets() -> None:
+    class Shared(Guess):
+        def __init__(self, settings: Any, shared: Any) -> None:
+            super().__init__(settings, shared)
+            self.index = shared["index"]
+
+        def close(self) -> None:
+            self.guesses.clear()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings_of(Shared(None, {"index": 1}))
+        with pytest.raises(ConfigError, match=r"as .*Shared\(settings, shared\), which fails"):
+            environment = Shared(None, {"index": 1})
+            environment.shared = None
+            settings_of(environment)
 
 
 def test_a_fault_names_the_class_of_the_user() -> None:

@@ -237,6 +237,31 @@ def test_the_last_answer_may_have_a_column_of_its_own(
     assert steps(imported) == [("first", USER["content"]), ("last", "")] and imported.dropped == left_out
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", "4"])
+def test_an_answer_may_look_like_json(tmp_path: Path, text: str) -> None:
+    assert steps(read(tmp_path, messages=[USER], completion=text)) == [(text, "")]
+
+
+@pytest.mark.parametrize(
+    "more", [{"completion": True}, {"completion": ""}, {"completion": {"a": 1}}, {"output": []}]
+)
+def test_other_columns_add_no_step(tmp_path: Path, more: dict[str, Any]) -> None:
+    turns = [USER, {"role": "assistant", "tool_calls": [call()]}, RESULT]
+    imported = read(tmp_path, messages=turns, **more)
+    assert steps(imported) == [(CALL, "4 C")]
+    assert sum(imported.dropped.values()) == (more.get("completion") in (True, {"a": 1}))
+
+
+def test_a_repeated_conversation_is_read_once(tmp_path: Path) -> None:
+    whole = [USER, {"role": "assistant", "content": "first"}, USER, END]
+    for messages in (whole[:3], whole):
+        imported = read(tmp_path, messages=messages, output=whole)
+        assert steps(imported) == [("first", USER["content"]), (END["content"], "")]
+        assert imported.dropped == {}
+    chain = [{"type": "human", "content": "q"}, {"type": "ai", "content": "a"}]
+    assert steps(read(tmp_path, messages=chain, output=chain[1:])) == [("a", "")]
+
+
 def test_columns_with_another_chat_are_counted(tmp_path: Path) -> None:
     whole = [USER, END]
     assert read(tmp_path, messages=whole, completion=END["content"]).dropped == {}

@@ -715,6 +715,8 @@ class Tree:
         (list[str], ["2.0", "1"], '["2.0", "1"]'),
         (list[Literal[1, 2]], [1.0], "[1]"),
         (Sequence[int], [1.0, 2], "[1, 2]"),
+        (dict[Annotated[str, Field(pattern="^a")], int], {"a": 2.0}, '{"a": 2}'),
+        (dict[Annotated[str, Field(pattern="^a")], int], {"a": "2"}, "a: Input should be a valid integer."),
         (tuple[int, float, str], [1.0, 2.0, "3"], '[1, 2.0, "3"]'),
         (set[int] | str, "1", "1"),
         (Sequence[bool | str], [True, "1"], '[true, "1"]'),

@@ -1181,19 +1181,20 @@ def settings_of(environment: Environment) -> Any:
     """
     cls = type(environment)
     try:
-        fresh = cls(environment.settings)
+        fresh = cls(environment.settings, environment.shared)
     except Exception as error:
         raise ConfigError(
             f"a run makes its environments as {cls.__qualname__}(settings, shared), which fails: {error}"
         ) from error
-    others = vars(fresh)
-    fresh.close()
-    lost = [
-        name
-        for name, value in vars(environment).items()
-        if type(value) is not type(others.get(name))
-        or (isinstance(value, str | int | float) and repr(value) != repr(others[name]))
-    ]
+    others = dict(vars(fresh))
+    with suppress(Exception):  # it may need what reset sets
+        fresh.close()
+    lost = []
+    for name, value in vars(environment).items():
+        other = others.get(name, getattr(cls, name, value))  # what only an episode sets is not compared
+        is_changed = isinstance(value, str | int | float) and repr(value) != repr(other)
+        if name != "episode_return" and (is_changed or type(value) is not type(other)):
+            lost.append(name)
     if lost:
         warnings.warn(
             f"a run makes its environments from {cls.__qualname__} and the settings of this object: "

@@ -145,12 +145,17 @@ def _items(record: Mapping[str, Any], dropped: Counter[str]) -> tuple[list[Any],
         dropped.update(f"column {key!r}" for key in chats[1:])
         # a log of requests has the answer of the last one in a column of its own
         column = "output" if record.get("completion") is None else "completion"
-        answer = _decoded(record.get(column))
-        is_chat = isinstance(answer, list) and all(map(_is_item, answer))
-        if (is_chat or column == "completion") and not (items and _role(items[-1]) == "assistant"):
-            items = [*items, *_as_messages(answer, "assistant", column)]
-        elif answer is not None and not (is_chat and items[-len(answer) :] == answer):
-            last = items[-1] if items and isinstance(items[-1], Mapping) else {}
+        value = record.get(column)
+        answer = _decoded(value)
+        is_chat = isinstance(answer, list) and answer != [] and all(map(_is_item, answer))
+        if is_chat and answer[: len(items)] == items:  # the whole conversation
+            answer = answer[len(items) :]
+        is_text = column == "completion" and isinstance(value, str) and value.strip() != ""
+        last = items[-1] if items and isinstance(items[-1], Mapping) else {}
+        ends = _role(last) == "assistant" or last.get("type") == "ai"
+        if (is_chat or is_text) and not ends:
+            items = [*items, *(answer if is_chat else [{"role": "assistant", "content": value}])]
+        elif answer not in (None, [], "") and not (is_chat and items[-len(answer) :] == answer):
             dropped[f"column {column!r}"] += answer not in (last.get("content"), last.get("value"))
         return [], items
     if record.get("prompt") is not None and record.get("completion") is not None:

@@ -434,7 +434,12 @@ def _element_schema(branches: Sequence[Mapping[str, Any]], key: int | str) -> di
         if kind not in branch.get("type", kind):
             continue
         if isinstance(key, str):
-            schemas.append(branch.get("properties", {}).get(key, branch.get("additionalProperties")))
+            if key in (properties := branch.get("properties", {})):
+                schemas.append(properties[key])
+            else:
+                schemas += branch.get("patternProperties", {}).values() or [
+                    branch.get("additionalProperties")
+                ]
         else:
             first = branch.get("prefixItems", [])
             schemas.append(first[key] if key < len(first) else branch.get("items"))

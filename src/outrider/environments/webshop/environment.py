@@ -162,7 +162,7 @@ def _world(config: WebShopConfig) -> _World:
     return _load(config, tuple(states))
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=1)
 def _load(config: WebShopConfig, states: tuple[tuple[int, int], ...]) -> _World:
     return _World(config)
 
