@@ -161,10 +161,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
         yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)
 
 
-def decode_arrow(value: Any, kind: Any) -> Any:
+def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any:
     """Decode what pyarrow's conversion to Python leaves encoded, at any depth of a value of the Arrow type
-    ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values) and float32 numbers, which
-    get the value of their shortest text (5.1, not 5.099999904632568). Raises ValueError for damaged JSON.
+    ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values, and decodes them itself) and
+    float32 numbers, which get the value of their shortest text (5.1, not 5.099999904632568). Raises
+    ValueError for damaged JSON.
     """
     if not _is_encoded(kind):
         return value
@@ -177,14 +178,14 @@ def decode_arrow(value: Any, kind: Any) -> Any:
         if value is None:
             return None
         if isinstance(kind, json_type):
-            return json.loads(value)
+            return value if is_json_decoded else json.loads(value)
         if pa.types.is_float32(kind):
             return float(str(np.float32(value)))
         if isinstance(kind, pa.BaseExtensionType):
             return decode(value, kind.storage_type)
         if pa.types.is_dictionary(kind):
             return decode(value, kind.value_type)
-        if pa.types.is_struct(kind):
+        if pa.types.is_struct(kind) and isinstance(value, dict):
             return {field.name: decode(value[field.name], field.type) for field in kind}
         if pa.types.is_map(kind):
             return [(key, decode(item, kind.item_type)) for key, item in value]

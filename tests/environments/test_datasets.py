@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, load_tasks
+from outrider.environments.tool_qa.datasets import DatasetConfig, hash_tasks, hub_rows, load_tasks
 from outrider.errors import DataError, ToolUnavailable
 from outrider.evaluation.tasks import load_benchmark
 from outrider.records import read_rows
@@ -198,6 +198,21 @@ def test_a_hub_data_set_is_read_by_the_library(monkeypatch: pytest.MonkeyPatch) 
         load_tasks(DatasetConfig(hub="openai/gsm8k"))
     with pytest.raises(DataError, match=r"cannot load: no split gone$"):
         load_tasks(DatasetConfig(hub="openai/gsm8k", hub_split="gone"))
+
+
+def test_float32_numbers_of_a_hub_data_set_are_those_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    number = datasets.Value("float32")
+    features = datasets.Features(
+        question=datasets.Value("string"),
+        answer=number,
+        more={"scores": datasets.List(number), "mixed": datasets.Json()},
+    )
+    rows = [{"question": "q", "answer": 5.1, "more": {"scores": [0.1, None], "mixed": {"a": [1, "5.1"]}}}]
+    data = datasets.Dataset.from_list(rows, features=features)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
+    assert [row.values for row in hub_rows("own/data", None, "train")] == rows
+    assert load_tasks(DatasetConfig(hub="own/data"))[0].answers == ("5.1",)
 
 
 def test_the_panel_hash_sees_order_and_every_field() -> None:

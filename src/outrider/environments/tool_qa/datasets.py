@@ -18,7 +18,7 @@ from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import DataError, ToolUnavailable
 from outrider.plugins.imports import search_folders
 from outrider.printing import plural
-from outrider.records import SUFFIXES, Row, number_text, read_rows
+from outrider.records import SUFFIXES, Row, decode_arrow, number_text, read_rows
 from outrider.types import Message, Task
 
 Split = Literal["train", "valid", "test"]
@@ -159,10 +159,13 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
             f"{name}: the hub needs the package datasets (pip install 'outrider[hub]'){advice}"
         ) from error
     try:
-        records = iter(library.load_dataset(name, config, split=split))
+        data = library.load_dataset(name, config, split=split)
+        records = iter(data)
     # the library and its transports raise many kinds; all mean that the data set is not there
     except Exception as error:
         raise _unloadable(name, error, advice) from error
+    features = getattr(data, "features", None)  # None for data sets without declared types
+    kinds = {} if features is None else {field.name: field.type for field in features.arrow_schema}
     for index in itertools.count():
         try:
             record = next(records)
@@ -170,7 +173,10 @@ def hub_rows(name: str, config: str | None, split: str, *, advice: str = "") -> 
             return
         except Exception as error:  # a broken shard fails when it is read
             raise _unloadable(name, error, advice) from error
-        yield Row(location=f"{name}:row {index}", values=record)
+        values = {
+            key: decode_arrow(value, kinds.get(key), is_json_decoded=True) for key, value in record.items()
+        }
+        yield Row(location=f"{name}:row {index}", values=values)
 
 
 def _unloadable(name: str, error: Exception, advice: str) -> DataError:
