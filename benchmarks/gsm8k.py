@@ -1,11 +1,11 @@
-"""GSM8K as tasks with the Python tool (``recipes/gsm8k-qwen.toml``): splits, and programs for a cold start.
+"""GSM8K as tasks with the Python tool (``recipes/gsm8k-qwen.toml``): splits, and demonstrations.
 
     python -m benchmarks.gsm8k gsm8k.jsonl --out runs/gsm8k
 
 The file has the columns of ``openai/gsm8k``: ``question``, and ``answer`` with calculations such as
 ``<<16-3-4=9>>`` and the result after ``####``. The files contain the questions with at most ``--max-steps``
-calculations, in the order of the input: the first 64 as valid, the next 128 as test, and the rest as train.
-Demonstrations are programs whose comments are the sentences of the answer without the calculations.
+calculations, in the order of the input: the first 128 as valid, the next 64 as test, and the rest as train.
+Demonstrations are the sentences of the answers, in which Python computes what the answers state.
 """
 
 import argparse
@@ -15,34 +15,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NUM_VALID, NUM_TEST = 64, 128
+NUM_VALID, NUM_TEST = 128, 64
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")
 _ARITHMETIC = re.compile(r"[\d.+\-*/() ]+")
+_WRITTEN = re.compile(r"\s*[\d.,+\-*/()x $]*=[\s$]*$")  # the calculation as text, in front of the call
 _NUMBER = re.compile(r"\d*\.?\d+")
 
 
-def as_program(answer: str) -> str | None:
-    """The calculations of an answer as a program that prints the result; None if it cannot be computed."""
-    *sentences, _ = answer.split("\n")
-    names: dict[float, str] = {}  # by result; a later number that equals a result is that variable
-    lines: list[str] = []
-    num_calculations = 0
-    for sentence in sentences:
-        lines.append(f"# {_CALCULATION.sub('', sentence).strip()}")
-        for expression, result in _CALCULATION.findall(sentence):
-            expression, result = (re.sub(r"[$,]", "", text).strip() for text in (expression, result))
-            if not _ARITHMETIC.fullmatch(expression) or not _NUMBER.fullmatch(result):
-                return None
-            num_calculations += 1
-            name = f"x{num_calculations}"
-            with_names = _NUMBER.sub(
-                lambda number: names.get(float(number[0])) or number[0].lstrip("0") or "0", expression
-            )
-            lines.append(f"{name} = {with_names}")
-            names[float(result)] = name
-    result = result_of(answer)
-    final = names.get(float(result)) if _NUMBER.fullmatch(result.removeprefix("-")) else None
-    return None if final is None else "\n".join([*lines, f"print({final})"])
+def as_turns(answer: str) -> list[str] | None:
+    """Turns that state an answer: each calculation is a call of Python in the place of its text, and the
+    last turn is the final answer. None for an answer with other calculations or without any.
+    """
+    text, _, _ = answer.rpartition("\n####")
+    turns: list[str] = []
+    start = 0
+    for match in _CALCULATION.finditer(text):
+        expression, result = (re.sub(r"[$,]", "", part).strip() for part in match.groups())
+        if not _ARITHMETIC.fullmatch(expression) or not _NUMBER.fullmatch(result):
+            return None
+        turns.append(
+            f"{_WRITTEN.sub('', text[start : match.start()])} <python>print({expression})</python>".lstrip()
+        )
+        start = match.end()
+    return [*turns, f"{text[start:]}\n<answer>\\boxed{{{result_of(answer)}}}</answer>"] if turns else None
 
 
 def result_of(answer: str) -> str:
@@ -51,16 +46,16 @@ def result_of(answer: str) -> str:
 
 
 def demonstration(row: dict[str, Any]) -> dict[str, Any] | None:
-    """A record of ``docs/formats.md``: a call of the Python tool, its output, and the answer."""
-    program, result = as_program(row["answer"]), result_of(row["answer"])
-    if program is None:
+    """A record of ``docs/formats.md``: the calls of the Python tool with their results, and the answer."""
+    turns = as_turns(row["answer"])
+    if turns is None:
         return None
-    messages = [
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": f"<python>{program}</python>"},
-        {"role": "tool", "content": f"<result>{result}</result>"},
-        {"role": "assistant", "content": f"<answer>\\boxed{{{result}}}</answer>"},
-    ]
+    results = [result.replace(",", "") for _, result in _CALCULATION.findall(row["answer"])]
+    messages = [{"role": "user", "content": row["question"]}]
+    for turn, result in zip(turns, [*results, None], strict=True):
+        messages.append({"role": "assistant", "content": turn})
+        if result is not None:
+            messages.append({"role": "tool", "content": f"<result>{result}</result>"})
     return {"question": row["question"], "reward": 1.0, "messages": messages}
 
 

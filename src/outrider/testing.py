@@ -43,7 +43,7 @@ from outrider.plugins.registry import find_settings, read_settings
 from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
-from outrider.tools.base import SchemaTool, Tool, ToolOutput, trial_arguments
+from outrider.tools.base import SchemaTool, Tool, ToolOutput, tool_schema, trial_arguments
 from outrider.tools.functions import tool_class
 from outrider.trace import Leaf, Trace
 from outrider.types import Json, Message, Origin, Outcome, Task, ToolCall, ToolSchema
@@ -393,7 +393,7 @@ def check_tool(
         require_picklable("the settings", settings)
     # The empty text is excluded, because runs never pass an empty call to a tool.
     inputs: list[_Input] = [text for text in (*GARBAGE, *texts) if text.strip()]
-    inputs += trial_arguments(tool.schema) if isinstance(tool, SchemaTool) else []
+    inputs += trial_arguments(tool_schema(tool)) if isinstance(tool, SchemaTool) else []
     try:
         alone = [_call_tool(tool, item) for item in inputs]
         succeeds = not isinstance(tool, SchemaTool) or not all(item.failed for item in alone)

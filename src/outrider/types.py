@@ -152,7 +152,7 @@ class Message:
             kind = type(self.content).__name__
             raise InvalidResult(f"the content of a message is a value of type {kind}, no text")
         if type(self.content) is not str:  # for example a NumPy string or an enum member
-            object.__setattr__(self, "content", str(self.content))
+            object.__setattr__(self, "content", str.__str__(self.content))
         if not is_text(self.content):
             object.__setattr__(self, "content", self.content.encode("utf-8", "replace").decode("utf-8"))
 

@@ -338,6 +338,11 @@ def test_one_token_has_no_spread_and_none_no_factor() -> None:
     assert entropy_advantage_factors([], weight=2.0) == []
 
 
+@given(st.integers(2, 200), st.integers(2, 60))
+def test_equal_entropies_have_no_spread(vocabulary_size: int, count: int) -> None:
+    assert entropy_advantage_factors([math.log(vocabulary_size)] * count, weight=0.2) == [1.0] * count
+
+
 def group_of_one(entropies: list[list[float]]) -> Trace:
     """Return the first rollout of AEPO, finished; without entropies it ended by a fault."""
     state = state_with(entropies or [[1.0]])

@@ -25,6 +25,7 @@ from outrider.algorithms.tips import (
     visited_states,
 )
 from outrider.config import load_settings, validate
+from outrider.errors import InvalidResult
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.novelty import NoveltyStore, RandomDistillation
 from outrider.metrics.registry import declared_metric
@@ -303,6 +304,13 @@ def test_without_a_reward_for_ties_novelty_alone_is_no_signal(
             assert without.measurements["tips/intrinsic_mean"] == [0.0] * len(returns)
         else:
             np.testing.assert_array_equal(with_pay.advantages.values, without.advantages.values)
+
+
+def test_a_negative_return_names_the_task_also_without_a_reward_for_ties() -> None:
+    trace = build_episodes([-1.0, 1.0], [["hall"], ["attic"]])
+    algorithm = empo2(advantage="mean_normalized", intrinsic_where_tied=False)
+    with pytest.raises(InvalidResult, match=r"a rollout of task .* has -1$"):
+        algorithm.assign_advantages(trace)
 
 
 def test_a_group_with_one_return_gets_no_reward_for_ties() -> None:

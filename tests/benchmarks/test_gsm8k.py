@@ -1,54 +1,42 @@
 """Programs from the answers of GSM8K, and the files that a recipe reads."""
 
-import contextlib
-import io
 import json
+import re
 from pathlib import Path
 
 import pytest
-from benchmarks.gsm8k import as_program, main
+from benchmarks.gsm8k import as_turns, demonstration, main
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-def _printed(program: str) -> float:
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(program, {})
-    return float(output.getvalue())
+def test_calculations_are_calls_in_the_place_of_their_text() -> None:
+    answer = "16 - 3 = <<16-3=13>>13 eggs are left.\nShe gets 1,000 * 2 = $<<1,000*2=2000>>2000.\n#### 2,000"
+    assert as_turns(answer) == [
+        "<python>print(16-3)</python>",
+        "13 eggs are left.\nShe gets <python>print(1000*2)</python>",
+        "2000.\n<answer>\\boxed{2000}</answer>",
+    ]
 
 
-def test_results_are_variables_of_later_calculations() -> None:
-    answer = "Left: 16 - 3 = <<16-3=13>>13 eggs.\nIt is 13 * 2 = $<<13*2=26>>26.\n#### 26"
-    assert (
-        as_program(answer)
-        == "# Left: 16 - 3 = 13 eggs.\nx1 = 16-3\n# It is 13 * 2 = $26.\nx2 = x1*2\nprint(x2)"
-    )
+@given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from("+-*"), st.integers(0, 99)), min_size=1))
+def test_calls_compute_what_the_answer_states(steps: list[tuple[int, str, int]]) -> None:
+    expressions = [f"{left}{operator}{right}" for left, operator, right in steps]
+    values = [abs(eval(expression)) for expression in expressions]
+    text = " ".join(f"Then <<{one}={value}>>{value}." for one, value in zip(expressions, values, strict=True))
+    record = demonstration({"question": "q", "answer": f"{text}\n#### {values[-1]}"})
+    assert record is not None
+    calls = [
+        re.findall(r"<python>print\((.*)\)</python>", message["content"]) for message in record["messages"]
+    ]
+    results = [message["content"] for message in record["messages"] if message["role"] == "tool"]
+    assert [call for found in calls for call in found] == expressions
+    assert results == [f"<result>{value}</result>" for value in values]
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("+-*"), st.integers(0, 9)), min_size=1, max_size=8), st.integers(1, 9)
-)
-def test_programs_print_the_result(steps: list[tuple[str, int]], value: int) -> None:
-    lines = []
-    for operator, operand in steps:
-        before, value = value, abs(eval(f"{value}{operator}{operand}"))
-        text = (
-            f"{before}{operator}{operand}"
-            if value == eval(f"{before}{operator}{operand}")
-            else f"{operand}-{before}"
-        )
-        lines.append(f"Now {text} = <<{text}={value}>>{value}.")
-    program = as_program("\n".join([*lines, f"#### {value}"]))
-    assert program is not None and _printed(program) == value
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["No calculation.\n#### 4", "20% of 50 are <<20%*50=10>>10.\n#### 10", "It is <<1+1=2>>2.\n#### 3"],
-)
-def test_other_answers_have_no_program(answer: str) -> None:
-    assert as_program(answer) is None
+@pytest.mark.parametrize("answer", ["No calculation.\n#### 4", "20% of 50 are <<20%*50=10>>10.\n#### 10"])
+def test_other_answers_have_no_calls(answer: str) -> None:
+    assert as_turns(answer) is None
 
 
 def test_the_files_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

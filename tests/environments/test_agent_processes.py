@@ -22,6 +22,8 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the extra agent")
 
+from outrider.environments.agent.environment import AgentConfig, AgentTaskSet  # noqa: E402
+from outrider.environments.agent.launcher import ENDPOINT_VARIABLES  # noqa: E402
 from outrider.environments.agent.programs import Report, run_agent  # noqa: E402
 from outrider.environments.agent.requests import read_request  # noqa: E402
 from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
@@ -61,6 +63,34 @@ def test_a_proxy_of_the_network_is_not_used_for_the_endpoint(monkeypatch: pytest
         report = scheduler(factory, script=lambda *_: "b").run([task("", "b")], modes=("m",), training_step=0)
     [leaf] = report.traces[0].leaves.values()
     assert finished(leaf) and leaf.success
+
+
+@pytest.mark.parametrize("failed_return", [None, 0.0])
+def test_a_reward_function_that_fails_is_a_fault_and_finds_no_policy(failed_return: float | None) -> None:
+    settings = {"reward": f"{PROGRAMS}:judged", "failed_return": failed_return}
+    with closing(own_factory(function=f"{PROGRAMS}:words", **settings)) as factory:
+        report = scheduler(factory, script=lambda *_: "b").run([task("", "b")], modes=("m",), training_step=0)
+    [leaf] = report.traces[0].leaves.values()
+    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT
+    assert "the reward function" in leaf.detail and "KeyError: 'OPENAI_BASE_URL'" in leaf.detail
+
+
+def test_programs_find_the_policy_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENDPOINT_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    code = "import os; exit(7 * (os.environ['OPENAI_API_BASE'] == os.environ['OPENAI_BASE_URL'] != '1'))"
+    command = (sys.executable, "-c", code)
+    with closing(own_factory(command=command)) as factory:
+        report = scheduler(factory).run([task("")], modes=("m",), training_step=0)
+    [leaf] = report.traces[0].leaves.values()
+    assert "ended with status 7" in leaf.detail
+
+
+def test_columns_of_the_data_are_the_metadata(tmp_path: Path) -> None:
+    rows = [{"question": "q", "answer": "a", "files": ["a.txt"]}, {"question": "r", "files": []}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tasks = AgentTaskSet(AgentConfig(function="a:b", train={"path": tmp_path / "rows.jsonl"})).tasks("train")
+    assert [(one.answers, one.metadata["files"]) for one in tasks] == [(("a",), ["a.txt"]), ((), [])]
 
 
 COMMAND = """

@@ -30,6 +30,7 @@ from outrider.errors import (
 )
 from outrider.rollout.faults import locate_invalid_result
 from outrider.testing import check_environment
+from outrider.tools.functions import tool_class
 from outrider.types import Message, Step, Task
 
 
@@ -388,6 +389,54 @@ def test_native_calls() -> None:
     assert seen.role == "tool" and "where" in seen.content
     assert act(env.copy(), "found").reward == 1.0
     assert act(env, "found").done and Episode(env).result().success
+
+
+class Shop(Guess):
+    @classmethod
+    def tasks(cls, settings: Any, split: str) -> Sequence[Task]:
+        return [Task(key=f"{split}/{n}", question="Buy.", metadata={"list": ["milk", "tea"]}) for n in (1, 2)]
+
+    def reset(self, task: Task, seed: int) -> str:
+        self.left = task.metadata["list"]
+        return task.question
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if action in self.left:
+            self.left.remove(action)
+        return "", float(not self.task.metadata["list"]), not self.left
+
+    def expert(self) -> Sequence[str]:
+        return list(self.left)
+
+
+def test_an_episode_may_change_the_lists_of_its_task() -> None:
+    check_environment(Shop)
+    task_set = Shop.build(Shop.Settings())
+    make, task = task_set.make(), task_set.tasks("train")[0]
+    for _ in range(2):
+        env = make(task)
+        Episode(env).start(0)
+        act(env, "milk")
+        assert [act(fork, "tea").reward for fork in (env.copy(), env.copy(), env)] == [1.0, 1.0, 1.0]
+
+
+def test_schemas_in_the_form_of_openai() -> None:
+    class Nested(House):
+        def tools(self) -> Any:
+            return [{"type": "function", "function": dict(tool_class(self.look).schema)}]
+
+    check_environment(Nested)
+    env = episode(Nested)
+    Episode(env).start(0)
+    (seen,) = act(env, '<tool_call>{"name": "look", "arguments": {"where": "here"}}</tool_call>').observations
+    assert seen.content == "Nothing is here."
+
+    class Nameless(House):
+        def tools(self) -> Any:
+            return [{"type": "function", "function": {"description": "?"}}]
+
+    with pytest.raises(InvalidResult, match="the schema of a tool needs a name"):
+        Episode(episode(Nameless)).start(0)
 
 
 def test_a_class_without_a_method_is_an_error_before_the_run() -> None:

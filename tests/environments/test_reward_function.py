@@ -104,6 +104,20 @@ def inapplicable(completions, **kwargs):
     return [None]
 
 
+def consuming(completions, keywords, **kwargs):
+    for text, words in zip(completions, keywords):
+        while words and words[-1] in text:
+            words.pop()
+    return [float(not words) for words in keywords]
+
+
+def consuming_of_verl(solution_str, extra_info):
+    words = extra_info["keywords"]
+    while words and words[-1] in solution_str:
+        words.pop()
+    return float(not words)
+
+
 def nan(solution_str):
     return math.nan
 """
@@ -271,3 +285,14 @@ def test_what_has_no_effect_or_no_path_is_refused() -> None:
         settings("trl", reward={"function": "my_rewards:trl", **endpoint})
     with pytest.raises(ConfigError, match="function must be an import path"):
         settings("trl", reward={"function": "my_rewards.py"})
+
+
+@pytest.mark.parametrize("name", ["consuming", "consuming_of_verl"])
+def test_a_function_may_change_the_lists_of_its_row(name: str, tmp_path: Path) -> None:
+    words = ["Oslo", "Helsinki"]
+    row = {"prompt": "q", "answer": "-", "keywords": words, "extra_info": {"keywords": words}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    [task] = ToolEnvironment.tasks(settings(name), "train")
+    function = RewardFunction(f"my_rewards:{name}")
+    texts = ("Helsinki and Oslo", "no", "Oslo and Helsinki")
+    assert [function.score(task, text)[0] for text in texts] == [1.0, 0.0, 1.0]

@@ -197,6 +197,16 @@ def test_observations_that_were_cut_are_counted() -> None:
     assert rollout_metrics([played(cut=7), played(), played(cut=1)])["rollout/num_observations_cut"] == 2
 
 
+def test_turns_without_tokens_have_no_entropy() -> None:
+    trace = Trace(task=Task(key="t", question="q"), modes=("on_policy",))
+    said = Message(role="assistant", content="")
+    trace.append(parent=None, origin=Origin.PROMPT, token_ids=(1,), message=said)
+    trace.append(parent=0, origin=Origin.POLICY, token_ids=(), message=said)
+    trace.finish(Leaf(node_id=1, rollout=0, outcome=Outcome.FINISHED, episode_return=1.0, success=True))
+    metrics = rollout_metrics([trace])
+    assert (metrics["entropy/token_mean"], metrics["entropy/turn_mean"]) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("agent", "name"), [("", "unnamed"), ("lab/model-{x}", "lab_model-_x_"), ("expert", "expert")]
 )

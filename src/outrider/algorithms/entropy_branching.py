@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
+import numpy as np
 from pydantic import Field
 
+from outrider.algorithms.advantages import has_spread
 from outrider.algorithms.base import Attribution, ObjectiveSettings
 from outrider.config import Settings
 from outrider.rollout.hooks import EpisodeState, StatelessHook
@@ -101,11 +103,10 @@ def entropy_advantage_factors(token_entropies: Sequence[float], *, weight: float
     spread all factors are 1.
     """
     count = len(token_entropies)
-    if count == 0:
-        return []
+    if not has_spread(np.array(token_entropies)):
+        return [1.0] * count
     mean = math.fsum(token_entropies) / count
-    variance = math.fsum((value - mean) ** 2 for value in token_entropies) / (count - 1) if count > 1 else 0.0
-    std = math.sqrt(variance) or 1.0
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in token_entropies) / (count - 1))
     return [1.0 + weight * (value - mean) / std for value in token_entropies]
 
 

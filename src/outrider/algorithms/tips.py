@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from outrider.algorithms.base import AdvantageKind, group_advantages
+from outrider.algorithms.advantages import has_spread
+from outrider.algorithms.base import AdvantageKind, outcome_advantages
 from outrider.config import Settings
 from outrider.environments.base import EpisodeResult
 from outrider.memory.embedders import Embedder
@@ -431,7 +432,8 @@ def tip_metrics(traces: Sequence[Trace], hook: TipHook) -> dict[str, float]:
         "tips/num_duplicates": float(counts["duplicates"]),
         "tips/memory_size": float(len(hook.memory)),
         "tips/fraction_tied": fmean(
-            len({leaf.episode_return for leaf, _ in trace.scored_rollouts()}) < 2 for trace in traces
+            not has_spread(np.array([leaf.episode_return for leaf, _ in trace.scored_rollouts()]))
+            for trace in traces
         ),
         "tokens/remarks": float(sum(leaf.num_reflection_tokens for _, leaf in leaves)),
     }
@@ -500,10 +502,7 @@ def reward_novelty(
     texts = [text for _, states in rollouts for text in states]
     if not texts:
         return []
-    is_paid = (
-        settings.intrinsic_where_tied
-        or group_advantages([leaf.episode_return for leaf, _ in rollouts], advantage).has_signal
-    )
+    is_paid = settings.intrinsic_where_tied or outcome_advantages(trace, advantage).has_signal
     # Count visits even if they are not rewarded: these states are not new the next time.
     bonuses, measured = novelty.visit(trace.task.key, list(embedder.embed(texts)))
     rest = iter(bonuses)

@@ -7,9 +7,10 @@ their own tree.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
-from outrider.algorithms.advantages import TreeCombination, tree_advantages_per_leaf
+from outrider.algorithms.advantages import TreeCombination, has_spread, tree_advantages_per_leaf
 from outrider.algorithms.base import GroupAdvantages, ObjectiveSettings, write_advantages
 from outrider.algorithms.entropy_branching import require_countable
 from outrider.algorithms.grpo import OnPolicyGroup
@@ -148,6 +149,6 @@ def _measure(
         "tree/share_at_root": [float(depth == 0) for depth in depths],
         "tree/tokens_shared": [1.0 - sum(written.values()) / on_paths] if on_paths else [],
         "tree/fraction_without_spread": [
-            float(max(values) - min(values) < 1e-9) for values in inner.values()
+            float(not has_spread(np.array(values))) for values in inner.values()
         ],
     }

@@ -53,7 +53,7 @@ from outrider.plugins.registry import Section, build, resolve
 from outrider.suggestions import did_you_mean
 from outrider.tokens.call_formats import convert_calls, get_call_format, read_turn
 from outrider.tokens.tool_calls import call_id
-from outrider.tools.base import CallBudget, is_timeout
+from outrider.tools.base import CallBudget, is_timeout, plain_schema
 from outrider.types import CallRecord, CallStatus, Message, Role, Step, Task, ToolCall, ToolSchema, shorten
 
 # Validation of values that user code returns (rewards, success flags, metrics) and conversion to Python's
@@ -1128,9 +1128,8 @@ class Environment(ABC):
         )
 
     def copy(self) -> Self:
-        """Return a copy in the same state, with the same ``settings``, ``task`` and ``shared``."""
-        not_copied = (self.settings, self.shared, getattr(self, "task", None))
-        return deepcopy(self, {id(value): value for value in not_copied})
+        """Return a copy in the same state, with the same ``settings`` and ``shared``."""
+        return deepcopy(self, {id(value): value for value in (self.settings, self.shared)})
 
     def close(self) -> None:  # noqa: B027 - a default that does nothing
         """Release the resources of this episode."""
@@ -1336,9 +1335,11 @@ class EnvironmentEpisode:
 
     def reset(self, seed: int) -> Sequence[Message]:
         environment = self.environment
-        environment.task, environment.episode_return, environment.metrics = self._task, 0.0, {}
+        # All rollouts share the task, and an environment may change the lists that it finds there.
+        environment.task = replace(self._task, metadata=deepcopy(dict(self._task.metadata)))
+        environment.episode_return, environment.metrics = 0.0, {}
         self._is_over = False
-        prompt = _finished(environment.reset(self._task, seed), "reset")
+        prompt = _finished(environment.reset(environment.task, seed), "reset")
         if self._role == "tool":
             self.tool_schemas = tuple(map(_schema, environment.tools()))
         return _messages(prompt, "user", "what reset returned")
@@ -1391,7 +1392,10 @@ class EnvironmentEpisode:
         return self.environment.result()
 
     def _copy(self) -> "EnvironmentEpisode":
-        twin = EnvironmentEpisode(self.environment.copy(), self._task)
+        environment = self.environment.copy()
+        task = getattr(environment, "task", self.environment.task)
+        twin = EnvironmentEpisode(environment, self._task)
+        environment.task = task
         twin.tool_schemas, twin._is_over = self.tool_schemas, self._is_over
         return twin
 
@@ -1421,7 +1425,7 @@ def _messages(value: Any, role: Role, name: str) -> tuple[Message, ...]:
 
 def _schema(tool: ToolSchema | Callable[..., Any]) -> ToolSchema:
     if not callable(tool):
-        return tool
+        return plain_schema(tool)
     from outrider.tools.functions import tool_class
 
     return tool_class(tool).schema

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from outrider.config import Settings
-from outrider.errors import ToolFault, unwrap_group
+from outrider.errors import InvalidResult, ToolFault, unwrap_group
 from outrider.tokens.tool_calls import Arguments, accepted_values, resolve_reference
 from outrider.types import CallRecord, CallStatus, Json, ToolCall, ToolSchema
 
@@ -326,10 +326,21 @@ def argument_name(tool: Tool) -> str:
     return str(getattr(tool, "argument", _INPUT))
 
 
+def plain_schema(schema: ToolSchema) -> ToolSchema:
+    """Return a schema of a function, also if it is inside of ``{"type": "function", "function": ...}``, as
+    OpenAI's API and Transformers write it. Raises InvalidResult for a schema without a name.
+    """
+    inner = schema.get("function") if schema.get("type") == "function" else None
+    found: ToolSchema = inner if isinstance(inner, Mapping) else schema
+    if not isinstance(found.get("name"), str):
+        raise InvalidResult(f"the schema of a tool needs a name: {json.dumps(found, default=str)[:200]}")
+    return found
+
+
 def tool_schema(tool: Tool) -> ToolSchema:
     """Return the tool's schema, or one with a single text argument."""
     if isinstance(tool, SchemaTool):
-        return tool.schema
+        return plain_schema(tool.schema)
     description = getattr(tool, "description", f"The tool {tool.name}.")
     argument = {"type": "string", "description": "What the tool is given."}
     return {

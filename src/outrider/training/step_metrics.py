@@ -371,7 +371,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     if not scored:
         return metrics
     nodes = _unique_nodes(path for _, path in scored)
-    policy = [node for node in nodes if node.trainable]
+    policy = [node for node in nodes if node.trainable and node.entropies]
     returns = [leaf.episode_return for leaf, _ in scored if leaf.episode_return is not None]
     # Per rollout: a node that several share counts in each.
     lengths = [_num_tokens(path) for _, path in scored]
@@ -423,7 +423,7 @@ def rollout_metrics(traces: Sequence[Trace]) -> dict[str, float]:
     metrics |= {
         "rollout/truncated_fraction": truncated / len(every),
         "entropy/token_mean": fmean(e for node in policy for e in node.entropies) if policy else 0.0,
-        "entropy/turn_mean": fmean(node.mean_entropy for node in policy if node.entropies) if policy else 0.0,
+        "entropy/turn_mean": fmean(node.mean_entropy for node in policy) if policy else 0.0,
     }
     for name, origin in _ORIGINS.items():
         metrics[f"tokens/{name}"] = float(sum(len(node.token_ids) for node in nodes if node.origin is origin))

@@ -274,6 +274,11 @@ def score(task: Any, answer: str) -> float:
     return float(answer.strip() == task.answers[0])
 
 
+def judged(task: Any, answer: str) -> float:
+    """A judge that asks the endpoint of the environment."""
+    return float("b" in chat([{"role": "user", "content": answer}])["content"])
+
+
 def chatty(task: Any) -> float:
     """Two turns, a helper, and another turn; the reward depends on the answers."""
     messages = [{"role": "user", "content": task.question}]

@@ -211,6 +211,7 @@ class AgentEnvironment(ExternalAgent):
         self._session = session = self._gateway.open(read)
         variables = {
             "OPENAI_BASE_URL": self._gateway.url,
+            "OPENAI_API_BASE": self._gateway.url,
             "OPENAI_API_KEY": session.key,
             "OUTRIDER_SEED": str(seed),
         }
@@ -497,7 +498,7 @@ class AgentTaskSet:
         dataset = datasets.get(split)
         if dataset is None:
             raise DataError(f"agent: no data set is configured for the split {split!r}")
-        return load_tasks(dataset, setting=f"environment.{split}")
+        return load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True)
 
     def make(self) -> ProgramFactory:
         """Load the agent and start the server. Raises ToolUnavailable."""

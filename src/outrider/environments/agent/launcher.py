@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias
 from outrider.environments.base import as_float
 from outrider.environments.process_supervisor import STATUS_PREFIX, supervised_command
 from outrider.errors import ConfigError, InvalidResult, NonFiniteResult, OutriderError, unwrap_group
-from outrider.plugins.imports import import_function
+from outrider.plugins.imports import describe_exception, import_function
 from outrider.tools.python import sandbox
 from outrider.types import Task
 
@@ -36,6 +36,10 @@ _ARGUMENTS: Final[Mapping[FunctionRole, tuple[str, ...]]] = {
     "reward": ("task", "result"),
     "expert": ("task", "messages"),
 }
+ENDPOINT_VARIABLES: Final = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY")
+"""Variables with which a program finds the policy. LlamaIndex reads ``OPENAI_API_BASE`` alone, and LangChain
+prefers it.
+"""
 _TAIL_BYTES: Final = 8 << 10  # of a program's output
 _MAX_RESULT: Final = 4 << 20
 _POLL_S: Final = 0.2  # between checks for the end of children whose pipe another process has open
@@ -53,6 +57,10 @@ def load_function(key: FunctionRole, path: str) -> Callable[..., Any]:
 
 class CommandFailed(Exception):
     """A command ended with an error. The text explains it, so no traceback is printed."""
+
+
+class _RewardFailed(Exception):
+    """The reward function raised an exception, which is no failure of the program."""
 
 
 @dataclass(slots=True)
@@ -245,7 +253,14 @@ def _run_child(
         fields = request["task"]
         task = Task(**{**fields, "answers": tuple(fields["answers"])})
         value = _call(run, task)
-        value = value if reward is None else _call(reward, task, value)
+        if reward is not None:
+            for name in ENDPOINT_VARIABLES:  # a judge that the function asks is not the policy
+                os.environ.pop(name, None)
+            try:
+                value = _call(reward, task, value)
+            except Exception as error:
+                traceback.print_exc()
+                raise _RewardFailed(describe_exception(unwrap_group(error))) from error
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value = {"reward": value[0], "metrics": dict(value[1])}  # the pair that many libraries return
         outcome: dict[str, Any] = {"value": value}
@@ -256,6 +271,8 @@ def _run_child(
         outcome = {"error": f"it exited with status {status}{suffix}"} if status else {"value": None}
     except CommandFailed as error:
         outcome = {"failed": _one_line(error)}
+    except _RewardFailed as error:
+        outcome = {"fault": f"the reward function{error}"}
     except BaseException as raised:
         with contextlib.suppress(BaseException):  # it may have closed its standard error
             traceback.print_exc()

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from outrider.environments.agent.launcher import ENDPOINT_VARIABLES
 from outrider.errors import EnvironmentFault, ToolUnavailable
 from outrider.plugins.imports import search_folders
 from outrider.types import Task
@@ -261,7 +262,7 @@ from outrider.environments.agent.launcher import main
 main(sys.argv[1])
 os._exit(0)  # without waiting for threads that the agent has started
 """
-_HIDDEN: Final = ("OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
+_HIDDEN: Final = (*ENDPOINT_VARIABLES, "OPENAI_ORG_ID", "OPENAI_PROJECT_ID")
 
 
 def run_agent(*, function: str | None, command: Sequence[str], reward: str | None) -> ProgramRunner:

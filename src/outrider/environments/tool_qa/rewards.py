@@ -6,6 +6,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias
@@ -512,7 +513,7 @@ class RewardFunction:
         if not self._accepts_all:
             arguments = {name: value for name, value in arguments.items() if name in self._names}
         try:
-            result = self._function(**arguments)
+            result = self._function(**deepcopy(arguments))  # all rollouts share the task's lists
         except (Exception, SystemExit) as raised:
             error = unwrap_group(raised, OutriderError)
             if isinstance(error, OutriderError):
