@@ -23,7 +23,6 @@ from outrider.environments.tool_qa.environment import (
     ToolName,
     ToolResources,
     load_tools,
-    plugin_name,
     tool_tags,
     usages,
     validate_tools,
@@ -151,11 +150,8 @@ class ReasoningGymConfig(EpisodeConfig):
         return tool_tags(self.tools, self.result_tag)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Answers are verified one at a time, and the Python tool runs a limited number of calls."""
-        names = [plugin_name(entry) for entry in self.tools]
-        rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in names else 0
-        calls = max(waiting_s(self.tools, num_concurrent), self.python.wall_seconds * rounds)
-        return VERIFIER_SECONDS * num_concurrent + calls
+        """Answers are verified one at a time."""
+        return VERIFIER_SECONDS * num_concurrent + waiting_s(self.tools, self.python, num_concurrent)
 
     def first_seed(self, split: Split) -> int:
         """Seed of a split's first item."""
