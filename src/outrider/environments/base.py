@@ -587,13 +587,10 @@ class Episode:
         Raises:
             EnvironmentFault: if the environment's own parsing code fails.
         """
-        if self.call_format is None:
+        form = self.call_format
+        if form is None:
             return Message(role="assistant", content=text)
-        return self._guarded(lambda: self._read_calls(text))
-
-    def _read_calls(self, text: str) -> Message:
-        assert self.call_format is not None
-        turn = read_turn(text, get_call_format(self.call_format), self.tools)
+        turn = self._guarded(lambda: read_turn(text, get_call_format(form), self.tools))
         return Message(
             role="assistant",
             content=turn.content,
@@ -834,12 +831,10 @@ def _as_record(call: CallRecord) -> CallRecord:
         raise InvalidResult(
             f"the status of a CallRecord is {describe(call.status)}, none of {', '.join(_STATUSES)}"
         )
-    try:
-        seconds = (
-            None if call.seconds is None else as_float(call.seconds, "the field seconds of a CallRecord")
-        )
-    except NonFiniteResult:
-        seconds = None
+    seconds = None
+    if call.seconds is not None:
+        with suppress(NonFiniteResult):
+            seconds = as_float(call.seconds, "the field seconds of a CallRecord")
     return replace(call, seconds=seconds)
 
 

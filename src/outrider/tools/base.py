@@ -371,7 +371,8 @@ class CallClock:
         self._left_s = limit_s
         self._num_pauses = 0
         self._since = time.monotonic()
-        self._is_abandoned = False
+        self.is_abandoned = False
+        """Whether the caller has stopped waiting for the call."""
         self._wake_ups: list[Callable[[], None]] = []
 
     def seconds_left(self) -> float:
@@ -379,15 +380,10 @@ class CallClock:
         with self._lock:
             return self._left_s - (0.0 if self._num_pauses else time.monotonic() - self._since)
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the caller has stopped waiting for the call."""
-        return self._is_abandoned
-
     def abandon(self) -> None:
         """Mark the call as abandoned and wake it up in the queues where it waits, so that it leaves them."""
         with self._lock:
-            self._is_abandoned = True
+            self.is_abandoned = True
             wake_ups = list(self._wake_ups)
         for wake_up in wake_ups:
             wake_up()
@@ -400,7 +396,7 @@ class CallClock:
                 self._left_s -= time.monotonic() - self._since
             self._num_pauses += 1
             self._wake_ups.append(wake_up)
-            is_abandoned = self._is_abandoned
+            is_abandoned = self.is_abandoned
         try:
             if is_abandoned:
                 wake_up()
@@ -580,7 +576,8 @@ class CallBudget:
         self.limit = limit  # a rollout worker sets the share of its group
         self.num_executed = 0
         self._limited = False
-        self._open = True
+        self.is_open = True
+        """Whether calls of this round are executed."""
         self._lock = threading.Lock()
 
     def begin_batch(self, *, limited: bool) -> None:
@@ -591,12 +588,7 @@ class CallBudget:
 
     def begin_round(self) -> None:
         """Decide whether the next round may execute calls. Call this while no call is running."""
-        self._open = not self._limited or self.limit is None or self.num_executed < self.limit
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls of this round are executed."""
-        return self._open
+        self.is_open = not self._limited or self.limit is None or self.num_executed < self.limit
 
     def count(self) -> None:
         """Count one executed call."""
