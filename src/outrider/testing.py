@@ -15,7 +15,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, cast
 
@@ -318,7 +318,7 @@ def _check_isolation(
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """Check that a copy in mid-episode is independent and does not affect the original."""
-    try:
+    with closing(environment):
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
             return
         episode = open_episode(environment)
@@ -348,8 +348,6 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
             f"{task.key}: the original returns other results after it was copied",
         )
         require(episode.result() == whole.record, f"{task.key}: the result differs after a copy was made")
-    finally:
-        environment.close()
 
 
 # Tools (:mod:`outrider.tools.base`).

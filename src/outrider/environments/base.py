@@ -10,7 +10,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -1245,12 +1245,9 @@ class EnvironmentTaskSet:
                 if isinstance(error.__cause__, EnvironmentFault | ToolFault):
                     raise error.__cause__ from None
                 raise
-        env = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as env:
             Episode(env).start(seed)
             answer: object = env.environment.expert()
-        finally:
-            env.close()
         if answer is None:
             return None
         if isinstance(answer, str):
@@ -1265,14 +1262,11 @@ class EnvironmentTaskSet:
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
         # Use a new episode, because the expert may have stepped its own.
-        env = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as env:
             episode = Episode(env)
             episode.start(seed)
             episode.play(texts)
             return episode.steps if episode.result().success else None
-        finally:
-            env.close()
 
     def close(self) -> None:
         factory, self._expert_factory = self._expert_factory, None
