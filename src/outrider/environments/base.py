@@ -312,11 +312,6 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     return _as_tuple(value, Message, name, "Message", "Message")
 
 
-def as_names(value: object, name: str = "tools") -> tuple[str, ...]:
-    """Convert a sequence of texts to a tuple. Raises InvalidResult for any other value."""
-    return _as_tuple(value, str, name, "name", "names")
-
-
 def _as_tuple(value: object, kind: type[_T], name: str, item: str, items: str) -> tuple[_T, ...]:
     if isinstance(value, kind | str | Mapping) or not isinstance(value, Iterable):
         raise InvalidResult(f"{name} is {describe(value)}, no sequence of {items}")
@@ -818,7 +813,7 @@ def _converted(result: object, method: str) -> StepResult:
         refused=as_bool(result.refused, "refused"),
         truncated=as_bool(result.truncated, "truncated"),
         num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
-        tools=as_names(result.tools),
+        tools=_as_tuple(result.tools, str, "tools", "name", "names"),
         tool_calls=tuple(
             _as_record(call)
             for call in _as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord")

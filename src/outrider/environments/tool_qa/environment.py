@@ -457,12 +457,9 @@ class ToolEnvironment(Environment):
         dataset = {"train": settings.train, "valid": settings.valid, "test": settings.test}.get(split)
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
-        if (path := settings.reward.function) is None:
-            return load_tasks(dataset, setting=f"environment.{split}")
-        tasks, columns = (
-            load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True),
-            RewardFunction(path).columns,
-        )
+        path = settings.reward.function
+        tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=path is not None)
+        columns = frozenset() if path is None else RewardFunction(path).columns
         for task in tasks:
             if missing := columns - task.metadata.keys():
                 raise DataError(
