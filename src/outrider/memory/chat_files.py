@@ -426,12 +426,10 @@ class _Reader:
         if isinstance(content, str):
             parts.texts.append(content)
             return parts
-        for part in (
-            [content] if isinstance(content, Mapping) else content if isinstance(content, list) else ()
-        ):
-            self._part(part, parts, location)
         if not isinstance(content, list | Mapping):
             raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
+        for part in [content] if isinstance(content, Mapping) else content:
+            self._part(part, parts, location)
         return parts
 
     def _part(self, part: Any, parts: _Parts, location: str) -> None:
