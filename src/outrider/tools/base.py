@@ -277,7 +277,7 @@ class Toolset:
 
     def call_key(self, call: ToolCall) -> tuple[str, str]:
         """Return a key that is equal for equal native calls."""
-        return call.name, repr(_sorted(call.arguments))
+        return call.name, json.dumps(dict(call.arguments), sort_keys=True)
 
     def close(self) -> None:
         """Close the tools, also if one of them raises; may be called twice."""
@@ -341,12 +341,6 @@ def tool_schema(tool: Tool) -> ToolSchema:
             "required": [argument_name(tool)],
         },
     }
-
-
-def _sorted(value: Any) -> object:
-    if isinstance(value, Mapping):
-        return sorted((key, _sorted(item)) for key, item in value.items())
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
 
 
 # Time limits of environment calls.
