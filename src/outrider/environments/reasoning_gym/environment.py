@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -32,7 +31,7 @@ from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.base import SingleFlightCache
-from outrider.tools.python.tool import PythonTool, PythonToolConfig
+from outrider.tools.python.tool import SOURCE, PythonTool, PythonToolConfig
 from outrider.types import Step, Task
 
 # Item i of a data set with seed s has the seed s + i, so the splits begin far apart.
@@ -44,7 +43,6 @@ _REFUSED: Final = {
     "composite": "name the data sets themselves",
 }
 _GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
-_SOURCE: Final = str(Path(__file__).resolve().parents[3])  # this tree, whatever else is installed
 _CACHE_SIZE: Final = 65_536
 # The evaluated answer could print a score: only a line that begins with the secret mark counts. The first
 # such line reports that the item was read; if the program ends after it, the answer is the cause.
@@ -183,7 +181,7 @@ def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
 
 @cache
 def _run_generator(request: str) -> dict[str, tuple[Task, ...]]:
-    paths = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
+    paths = filter(None, (SOURCE, os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, "-P", "-X", "utf8", "-m", _GENERATOR_PROGRAM],
         input=request,
