@@ -31,7 +31,7 @@ from pydantic_core import InitErrorDetails, to_jsonable_python
 from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import accepted_values, list_branches
-from outrider.tools.base import ToolOutput, text_argument, usage_line
+from outrider.tools.base import SingleFlightCache, ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 _NEEDS: Final = "it needs type hints and a docstring with Args:"
@@ -617,7 +617,7 @@ def _await_result(result: Any) -> Any:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             return None, error
 
-    loop, thread = _event_loop(os.getpid())
+    loop, thread = _loops.get(os.getpid(), _start_loop)
     if threading.current_thread() is thread:  # a coroutine that calls another tool blocks the loop
         with ThreadPoolExecutor(1) as pool:
             value, error = pool.submit(asyncio.run, finish()).result()
@@ -628,16 +628,12 @@ def _await_result(result: Any) -> Any:
     return value
 
 
-_loop_lock = threading.Lock()
-_loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
+def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="async tools")
+    thread.start()
+    return loop, thread
 
 
-def _event_loop(process: int) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """Return the loop of a process and its thread: a forked process has no threads of its parent."""
-    with _loop_lock:
-        if process not in _loops:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, daemon=True, name="async tools")
-            thread.start()
-            _loops[process] = loop, thread
-        return _loops[process]
+# By process, because a forked one has no threads of its parent.
+_loops: SingleFlightCache[tuple[asyncio.AbstractEventLoop, threading.Thread]] = SingleFlightCache(2)
