@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from outrider.environments.grading.answers import exact_match, unwrap_text
-from outrider.environments.grading.math_comparison import is_same_unit
+from outrider.environments.grading.math_comparison import RELATION, is_same_unit
 from outrider.environments.grading.math_normal_form import normalize_spelling, split_top, split_unit
 from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
@@ -283,9 +283,9 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     elif labels[1] and not labels[0]:
         expected = expected[labels[1].end() :]
     values = [_assigned_value(text) for text in (predicted, expected)]
-    if values[0] and not values[1] and not _is_relation(expected):
+    if values[0] and not values[1] and not RELATION.search(expected):
         predicted = values[0]
-    elif values[1] and not values[0] and not _is_relation(predicted):
+    elif values[1] and not values[0] and not RELATION.search(predicted):
         expected = values[1]
     (predicted, its_unit), (expected, unit) = (
         split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
@@ -316,10 +316,6 @@ def _assigned_value(text: str) -> str:
         return ""
     is_list = len(values) > 1 and (len(split_top(text, ",;")) > 1 or r"\text{ " in text)
     return "" if is_list else values[-1].strip()
-
-
-def _is_relation(text: str) -> bool:
-    return "=" in text or _SIGN.search(text) is not None
 
 
 def _with_short_unit(text: str, unit: str) -> tuple[str, str]:
