@@ -29,7 +29,7 @@ from outrider import __version__
 from outrider.config import Settings
 from outrider.environments.alfworld.made_games import put_command
 from outrider.errors import DataError
-from outrider.files import sync
+from outrider.files import file_checksum, sync
 
 GAME: Final = "game.tw-pddl"
 """Name of every ALFWorld game file; the only files in which the releases differ."""
@@ -413,10 +413,5 @@ def _members(archive: Path, root: str) -> list[zipfile.ZipInfo]:
 
 def _is_equal(path: Path, info: zipfile.ZipInfo) -> bool:
     """Whether a file has the size and checksum of an archive's member."""
-    if not path.is_file() or path.stat().st_size != info.file_size:
-        return False
-    checksum = 0
-    with path.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum == info.CRC
+    is_sized = path.is_file() and path.stat().st_size == info.file_size
+    return is_sized and file_checksum(path) == info.CRC

@@ -77,9 +77,6 @@ class UnusableReward(EnvironmentFault):
 
     PREFIX: Final = "the agent program gave no usable reward: "
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-
     def __str__(self) -> str:
         return f"{self.PREFIX}{self.args[0]}"
 

@@ -15,6 +15,8 @@ from outrider.errors import DataError
 from outrider.types import Json
 
 SUFFIXES = (".jsonl", ".parquet")
+UNREADABLE = (OSError, ValueError, OverflowError, KeyError, TypeError, MemoryError, RecursionError)
+"""What readers raise for a damaged table, besides the exceptions of pyarrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,16 +148,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
             for record in records:
                 record[field.name] = decode_arrow(record[field.name], field.type)
     # Text that is not UTF-8, dates out of Python's range, wrong sizes: the content contradicts the schema.
-    except (
-        pa.ArrowException,
-        OSError,
-        ValueError,
-        OverflowError,
-        KeyError,
-        TypeError,
-        MemoryError,
-        RecursionError,
-    ) as error:
+    except (pa.ArrowException, *UNREADABLE) as error:
         raise DataError(f"{path}: malformed Parquet: {' '.join(str(error).split())}"[:300]) from error
     for index, record in enumerate(records):
         yield Row(location=f"{path}:row {index}", values=record, unreadable=unreadable)

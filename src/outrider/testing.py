@@ -13,9 +13,9 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, cast
 
@@ -70,11 +70,16 @@ def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subjec
 
 def require_picklable(label: str, value: Any) -> None:
     """Check that a value can be pickled, because other processes get a copy."""
+    require(_pickled_copy(value, label) == value, f"{label} differs after pickling")
+
+
+@contextmanager
+def _no_error(label: str) -> Iterator[None]:
+    """Convert an exception of a plug-in to an AssertionError that begins with the label."""
     try:
-        same = pickle.loads(pickle.dumps(value))
+        yield
     except Exception as error:
-        raise AssertionError(f"{label} cannot be pickled for another process: {error}") from error
-    require(same == value, f"{label} differs after pickling")
+        raise AssertionError(f"{label} {type(error).__name__}: {error}") from error
 
 
 # Environments (:mod:`outrider.environments.base`).
@@ -120,10 +125,8 @@ def check_environment(
         for task in tasks:
             for script in _scripts(task_set, texts):
                 record = _check_episode(factory, task, script[:max_turns])
-            try:
+            with _no_error(f"{task.key}: the expert:"):
                 expert = task_set.expert(task, 0)
-            except Exception as error:
-                raise AssertionError(f"{task.key}: the expert: {type(error).__name__}: {error}") from error
             require(expert or not expert_solves, f"{task.key}: the environment has no expert")
             if expert:
                 script = [step.text for step in expert]
@@ -228,12 +231,8 @@ class _EpisodeRecord:
 
 
 def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[str]) -> _EpisodeRecord:
-    try:
+    with _no_error(f"{task.key}: creating an episode raises"):
         environment = factory(task)
-    except Exception as error:
-        raise AssertionError(
-            f"{task.key}: creating an episode raises {type(error).__name__}: {error}"
-        ) from error
     first = _play(environment, script, seed=3)
     again = _play(factory(task), script, seed=3)
     require(first.prompt == again.prompt, f"{task.key}: the prompt differs for the same seed")
@@ -319,7 +318,7 @@ def _check_isolation(
 
 def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _EpisodeRecord) -> None:
     """Check that a copy in mid-episode is independent and does not affect the original."""
-    try:
+    with closing(environment):
         if not isinstance(environment, CopyableEnvironment) or len(whole.results) < 2:
             return
         episode = open_episode(environment)
@@ -349,8 +348,6 @@ def _check_copy(environment: Env, task: Task, script: Sequence[str], whole: _Epi
             f"{task.key}: the original returns other results after it was copied",
         )
         require(episode.result() == whole.record, f"{task.key}: the result differs after a copy was made")
-    finally:
-        environment.close()
 
 
 # Tools (:mod:`outrider.tools.base`).
@@ -417,16 +414,12 @@ def check_tool(
 
 def _call_tool(tool: Tool, call_input: _Input) -> ToolOutput:
     method = "run_text" if isinstance(call_input, str) else "run_call"
-    try:
+    with _no_error(f"{method} raises for {_shorten(call_input)}:"):
         if isinstance(call_input, str):
             output = tool.run_text(call_input)
         else:
             assert isinstance(tool, SchemaTool)  # arguments are only generated for these
             output = tool.run_call(call_input)
-    except Exception as error:
-        raise AssertionError(
-            f"{method} raises for {_shorten(call_input)}: {type(error).__name__}: {error}"
-        ) from error
     is_text = isinstance(output, ToolOutput) and isinstance(output.text, str)
     require(is_text, f"{method} returns {output!r} for {_shorten(call_input)}, not a ToolOutput with text")
     return output
@@ -637,10 +630,8 @@ def _call(number: int, name: str, arguments: Mapping[str, Any]) -> ToolCall:
 
 
 def _read(form: CallFormat, text: str, tools: Sequence[ToolSchema]) -> ParsedCalls:
-    try:
+    with _no_error(f"read raises for {text[:60]!r}:"):
         return form.read(text, tools)
-    except Exception as error:
-        raise AssertionError(f"read raises for {text[:60]!r}: {type(error).__name__}: {error}") from error
 
 
 def _require_read_back(form: CallFormat, calls: Sequence[ToolCall], tools: Sequence[ToolSchema]) -> None:
@@ -782,10 +773,8 @@ def build_group(
 
 
 def _assign_advantages(algorithm: Algorithm, groups: Sequence[Trace]) -> list[GroupAdvantages]:
-    try:
+    with _no_error("advantages raises"):
         results = algorithm.assign_step_advantages(groups)
-    except Exception as error:
-        raise AssertionError(f"advantages raises {type(error).__name__}: {error}") from error
     require(len(results) == len(groups), f"advantages of {len(groups)} groups has {len(results)} entries")
     return results
 

@@ -10,7 +10,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
@@ -312,11 +312,6 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     return _as_tuple(value, Message, name, "Message", "Message")
 
 
-def as_names(value: object, name: str = "tools") -> tuple[str, ...]:
-    """Convert a sequence of texts to a tuple. Raises InvalidResult for any other value."""
-    return _as_tuple(value, str, name, "name", "names")
-
-
 def _as_tuple(value: object, kind: type[_T], name: str, item: str, items: str) -> tuple[_T, ...]:
     if isinstance(value, kind | str | Mapping) or not isinstance(value, Iterable):
         raise InvalidResult(f"{name} is {describe(value)}, no sequence of {items}")
@@ -587,13 +582,10 @@ class Episode:
         Raises:
             EnvironmentFault: if the environment's own parsing code fails.
         """
-        if self.call_format is None:
+        form = self.call_format
+        if form is None:
             return Message(role="assistant", content=text)
-        return self._guarded(lambda: self._read_calls(text))
-
-    def _read_calls(self, text: str) -> Message:
-        assert self.call_format is not None
-        turn = read_turn(text, get_call_format(self.call_format), self.tools)
+        turn = self._guarded(lambda: read_turn(text, get_call_format(form), self.tools))
         return Message(
             role="assistant",
             content=turn.content,
@@ -821,7 +813,7 @@ def _converted(result: object, method: str) -> StepResult:
         refused=as_bool(result.refused, "refused"),
         truncated=as_bool(result.truncated, "truncated"),
         num_tool_calls=as_count(result.num_tool_calls, "num_tool_calls"),
-        tools=as_names(result.tools),
+        tools=_as_tuple(result.tools, str, "tools", "name", "names"),
         tool_calls=tuple(
             _as_record(call)
             for call in _as_tuple(result.tool_calls, CallRecord, "tool_calls", "CallRecord", "CallRecord")
@@ -834,12 +826,10 @@ def _as_record(call: CallRecord) -> CallRecord:
         raise InvalidResult(
             f"the status of a CallRecord is {describe(call.status)}, none of {', '.join(_STATUSES)}"
         )
-    try:
-        seconds = (
-            None if call.seconds is None else as_float(call.seconds, "the field seconds of a CallRecord")
-        )
-    except NonFiniteResult:
-        seconds = None
+    seconds = None
+    if call.seconds is not None:
+        with suppress(NonFiniteResult):
+            seconds = as_float(call.seconds, "the field seconds of a CallRecord")
     return replace(call, seconds=seconds)
 
 
@@ -1249,12 +1239,9 @@ class EnvironmentTaskSet:
                 if isinstance(error.__cause__, EnvironmentFault | ToolFault):
                     raise error.__cause__ from None
                 raise
-        env = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as env:
             Episode(env).start(seed)
             answer: object = env.environment.expert()
-        finally:
-            env.close()
         if answer is None:
             return None
         if isinstance(answer, str):
@@ -1269,14 +1256,11 @@ class EnvironmentTaskSet:
         if len(texts) < len(turns):
             return [Step(text=turn, observation="") if isinstance(turn, str) else turn for turn in turns]
         # Use a new episode, because the expert may have stepped its own.
-        env = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as env:
             episode = Episode(env)
             episode.start(seed)
             episode.play(texts)
             return episode.steps if episode.result().success else None
-        finally:
-            env.close()
 
     def close(self) -> None:
         factory, self._expert_factory = self._expert_factory, None

@@ -25,7 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from outrider.errors import DataError, ToolUnavailable
-from outrider.records import decode_arrow, unique_keys
+from outrider.records import UNREADABLE, decode_arrow, unique_keys
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
 from outrider.tokens.tool_calls import call_id, read_calls, split_thinking
@@ -426,12 +426,10 @@ class _Reader:
         if isinstance(content, str):
             parts.texts.append(content)
             return parts
-        for part in (
-            [content] if isinstance(content, Mapping) else content if isinstance(content, list) else ()
-        ):
-            self._part(part, parts, location)
         if not isinstance(content, list | Mapping):
             raise ValueError(f"{location}: 'content' must be text, not {type(content).__name__}")
+        for part in [content] if isinstance(content, Mapping) else content:
+            self._part(part, parts, location)
         return parts
 
     def _part(self, part: Any, parts: _Parts, location: str) -> None:
@@ -605,16 +603,6 @@ def _call(value: Mapping[str, Any], location: str) -> ToolCall:
 
 ANSWER_MARKS = ("<answer>", "\\boxed{")
 SUFFIXES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-_UNREADABLE: Final = (
-    OSError,
-    pyarrow.ArrowException,
-    ValueError,
-    OverflowError,
-    TypeError,
-    MemoryError,
-    RecursionError,
-    KeyError,
-)
 _BOM: Final = b"\xef\xbb\xbf"
 _OWN_COLUMNS: Final = COLUMNS | {"reward", "task_key", "agent", "trajectory_id", "num_tokens"}
 _BOX = re.compile(r"\\boxed\b")  # in any form that the scorer parses
@@ -751,7 +739,7 @@ def _records(path: Path) -> Iterator[_Record]:
             raise DataError(f"{path}: must end in one of {', '.join(SUFFIXES)}")
     except DataError:
         raise
-    except _UNREADABLE as error:
+    except (pyarrow.ArrowException, *UNREADABLE) as error:
         raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 

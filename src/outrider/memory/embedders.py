@@ -69,20 +69,17 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def load_embedder(
-    name: str, *, max_tokens: int = 256, num_threads: int = 1, cache_size: int = 20_000
-) -> "CachedEmbedder":
+def load_embedder(name: str) -> "CachedEmbedder":
     """Load the embedder plug-in of this name, or the sentence-transformers model of this name, with a cache.
 
-    Raises :class:`~outrider.errors.ConfigError` for an invalid size, and
-    :class:`~outrider.errors.ModelError` if the model or the packages that run it are missing.
+    Raises :class:`~outrider.errors.ModelError` if the model or the packages that run it are missing.
     """
     if is_known("embedders", name):
-        context = EmbedderContext(max_tokens=max_tokens, num_threads=num_threads)
+        context = EmbedderContext(max_tokens=256, num_threads=1)
         embedder: Embedder = build_by_name("embedders", name, None, context)
     else:
-        embedder = SentenceTransformerEmbedder(name, max_tokens)
-    return CachedEmbedder(embedder, cache_size)
+        embedder = SentenceTransformerEmbedder(name)
+    return CachedEmbedder(embedder, size=20_000)
 
 
 class HashEmbedder:
@@ -183,13 +180,12 @@ class MiniLmEmbedder:
 class SentenceTransformerEmbedder:
     """Any sentence-transformers model by name or folder (extra ``sentence-transformers``; needs torch).
 
-    A text longer than ``max_tokens`` is truncated at the start, as in :class:`MiniLmEmbedder`. ``batch_size``
-    above 1 is faster on a GPU, but the last bits of a vector then depend on the other texts in its batch.
+    A text longer than ``max_tokens`` is truncated at the start, as in :class:`MiniLmEmbedder`.
     """
 
-    def __init__(self, model: str, max_tokens: int = 256, batch_size: int = 1) -> None:
-        if max_tokens < 3 or batch_size < 1:
-            raise ConfigError(f"{model}: max_tokens must be at least 3 and batch_size at least 1")
+    def __init__(self, model: str, max_tokens: int = 256) -> None:
+        if max_tokens < 3:
+            raise ConfigError(f"{model}: max_tokens must be at least 3")
         try:
             from sentence_transformers import SentenceTransformer
         except ImportError as error:
@@ -205,13 +201,13 @@ class SentenceTransformerEmbedder:
             raise ModelError(f"embedder {model!r} cannot be loaded: {error}") from error
         if dim is None:
             raise ModelError(f"embedder {model!r} does not report its dimension")
-        self._arguments = (model, max_tokens, batch_size)
+        self._arguments = (model, max_tokens)
         self._lock = threading.Lock()
         self._max_chars = _MAX_CHARS_PER_TOKEN * max_tokens
         self.name = f"sentence-transformers:{model}:{self._model.max_seq_length}"
         self.dim = int(dim)
 
-    def __reduce__(self) -> tuple[type["SentenceTransformerEmbedder"], tuple[str, int, int]]:
+    def __reduce__(self) -> tuple[type["SentenceTransformerEmbedder"], tuple[str, int]]:
         return SentenceTransformerEmbedder, self._arguments
 
     def embed(self, texts: Sequence[str]) -> Vectors:
@@ -219,9 +215,8 @@ class SentenceTransformerEmbedder:
             return np.empty((0, self.dim), np.float32)
         ends = [replace_surrogates(text[-self._max_chars :]) for text in texts]
         with self._lock:
-            vectors = self._model.encode(
-                ends, batch_size=self._arguments[2], show_progress_bar=False, convert_to_numpy=True
-            )
+            # One by one, or the last bits of a vector would depend on the other texts in its batch.
+            vectors = self._model.encode(ends, batch_size=1, show_progress_bar=False, convert_to_numpy=True)
         return _unit(np.asarray(vectors, np.float64))
 
 

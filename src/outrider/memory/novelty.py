@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from outrider.config import Settings
+from outrider.memory.step_buffer import GrowingMatrix
 from outrider.memory.tips import SIMILARITY_DIGITS
 from outrider.seeding import stream
 
@@ -22,8 +23,8 @@ Key: TypeAlias = NDArray[np.float32]
 
 @dataclass(slots=True)
 class _States:
+    units: GrowingMatrix
     keys: list[Key] = field(default_factory=list)
-    units_ND: NDArray[np.float64] | None = None  # capacity grows by doubling; rows from len(keys) are unused
     counts: list[int] = field(default_factory=list)
 
 
@@ -55,13 +56,18 @@ class NoveltyStore:
         would get ``c`` and the eighth ``c / 8``, and a group with equal returns would be trained on the order
         of its rollouts.
         """
-        states = self._tasks.setdefault(task_key, _States())
+        if not len(keys):
+            return [], []
         rows = [np.asarray(key, np.float32) for key in keys]
         units = [_unit(row) for row in rows]
+        empty = GrowingMatrix(np.empty((0, len(units[0]))))
+        states = self._tasks.setdefault(task_key, _States(units=empty))
         # Add all new states first: a later one may be the nearest state of an earlier visit.
         for key, unit in zip(rows, units, strict=True):
             if not states.counts or self._nearest(states, unit)[1] < self.threshold - 10**-SIMILARITY_DIGITS:
-                _add(states, key, unit)
+                states.units.append(unit[np.newaxis])
+                states.keys.append(key)
+                states.counts.append(0)
         nearest = [self._nearest(states, unit)[0] for unit in units]
         for state in nearest:
             states.counts[state] += 1
@@ -69,9 +75,8 @@ class NoveltyStore:
         return [1.0 / count for count in counts], counts
 
     def _nearest(self, states: _States, unit: NDArray[np.float64]) -> tuple[int, float]:
-        assert states.units_ND is not None
         # no BLAS product, so that results are bit-identical on all machines
-        similarities = (states.units_ND[: len(states.counts)] * unit).sum(axis=1)
+        similarities = (states.units.view() * unit).sum(axis=1)
         nearest = int(similarities.round(SIMILARITY_DIGITS).argmax())
         return nearest, float(similarities[nearest])
 
@@ -88,7 +93,7 @@ class NoveltyStore:
             keys = [np.asarray(row, np.float32) for row in arrays[f"novelty/{number}"]]
             units = np.stack([_unit(key) for key in keys])
             counts = [int(count) for count in state["counts"][task_key]]
-            self._tasks[task_key] = _States(keys=keys, units_ND=units, counts=counts)
+            self._tasks[task_key] = _States(units=GrowingMatrix(units), keys=keys, counts=counts)
 
 
 def _unit(key: Key) -> NDArray[np.float64]:
@@ -98,19 +103,6 @@ def _unit(key: Key) -> NDArray[np.float64]:
         raise ValueError("a state needs a finite key that is not all zeros")
     unit: NDArray[np.float64] = values / norm
     return unit
-
-
-def _add(states: _States, key: Key, unit: NDArray[np.float64]) -> None:
-    """Add a new state without a visit."""
-    num = len(states.counts)
-    if states.units_ND is None or num == len(states.units_ND):
-        # Double the capacity, so that appending a state takes amortised constant time.
-        grown = np.zeros((max(16, 2 * num), len(unit)))
-        grown[:num] = states.units_ND[:num] if states.units_ND is not None else grown[:num]
-        states.units_ND = grown
-    states.units_ND[num] = unit
-    states.keys.append(key)
-    states.counts.append(0)
 
 
 # Random network distillation (Burda et al., arXiv 1810.12894) on text embeddings.

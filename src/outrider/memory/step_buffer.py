@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,23 +46,24 @@ Matches: TypeAlias = tuple[Rows, NDArray[np.float64]]
 
 
 class GrowingMatrix:
-    """Append-only float32 rows; owns ``rows_ND``. Earlier views remain valid and unchanged."""
+    """Append-only rows; owns ``rows_ND``. Earlier views remain valid and unchanged."""
 
-    def __init__(self, rows_ND: NDArray[np.float32]) -> None:
+    def __init__(self, rows_ND: NDArray[Any]) -> None:
         self._rows = rows_ND
         self._length = len(rows_ND)
 
-    def append(self, rows_ND: NDArray[np.float32]) -> None:
+    def append(self, rows_ND: NDArray[Any]) -> None:
         """Add rows at the end; amortised constant time per row."""
         end = self._length + len(rows_ND)
         if end > len(self._rows):
-            grown = np.empty((max(end, len(self._rows) * 3 // 2), self._rows.shape[1]), np.float32)
+            shape = (max(end, len(self._rows) * 3 // 2), self._rows.shape[1])
+            grown = np.empty(shape, self._rows.dtype)
             grown[: self._length] = self._rows[: self._length]
             self._rows = grown
         self._rows[self._length : end] = rows_ND
         self._length = end
 
-    def view(self) -> NDArray[np.float32]:
+    def view(self) -> NDArray[Any]:
         """Return the rows so far, ``[N, D]``, without a copy."""
         return self._rows[: self._length]
 
@@ -318,9 +318,7 @@ class StepTraceBuffer:
     def __enter__(self) -> "StepTraceBuffer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:

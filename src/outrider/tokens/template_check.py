@@ -195,18 +195,7 @@ def _demonstration_difference(renderer: ChatRenderer, message: Message, tools: S
         text = convert_calls(text, renderer.call_format, tools)
     text = renderer.demonstration(text, prompt)
     turn = renderer.turn_ids(text, prompt, is_closed=False)
-    try:
-        text = renderer.whole_text([*messages, message], tools, opened=False)
-    except ModelError as error:
-        return f"at once it is refused: {_reason(error)}"
-    whole = renderer.template.encode(text)
-    ours, theirs = (
-        decode_text(renderer.tokenizer, list(ids), skip_special_tokens=False)
-        for ids in ((*prompt, *turn), whole)
-    )
-    if whole[: len(prompt) + len(turn)] == [*prompt, *turn] or theirs.startswith(ours):
-        return ""
-    return _describe_difference(ours, theirs)
+    return find_difference(renderer, [*prompt, *turn], [*messages, message], tools, is_whole=False)
 
 
 def _append_order(
@@ -269,22 +258,24 @@ def find_difference(
     token_ids: Sequence[int],
     messages: Sequence[Message],
     tools: Sequence[ToolSchema],
+    *,
+    is_whole: bool = True,
 ) -> str:
-    """Describe how the appended ids differ from those of the whole conversation, or return ""."""
+    """Describe how the appended ids differ from those of the whole conversation, or return "". Unless
+    ``is_whole``, they lack the end of its last turn.
+    """
     try:
-        whole = renderer.template.encode(renderer.whole_text(messages, tools))
+        whole = renderer.template.encode(renderer.whole_text(messages, tools, opened=is_whole))
     except ModelError as error:
         return f"at once it is refused: {_reason(error)}"
-    if list(token_ids) == list(whole):
+    if list(token_ids) == whole[: None if is_whole else len(token_ids)]:
         return ""
     ours, theirs = (
         decode_text(renderer.tokenizer, list(ids), skip_special_tokens=False) for ids in (token_ids, whole)
     )
     # Equal texts differ in a token across the seam of two pieces; the policy's tokens stay as sampled.
-    return "" if ours == theirs else _describe_difference(ours, theirs)
-
-
-def _describe_difference(ours: str, theirs: str) -> str:
+    if ours == theirs or (not is_whole and theirs.startswith(ours)):
+        return ""
     index = next(
         (n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
         min(len(ours), len(theirs)),

@@ -301,7 +301,7 @@ def accepted_values(schema: Any, root: Mapping[str, Any]) -> Accepted | None:
             choices += enum
         elif "const" in node:
             choices.append(node["const"])
-        elif _is_name_list(names) and names and all(name in TYPES for name in names):
+        elif is_name_list(names) and names and all(name in TYPES for name in names):
             types += names
         elif isinstance(ref := node.get("$ref"), str):
             if ref not in seen:
@@ -349,18 +349,19 @@ def find_schema_flaw(parameters: Any) -> str:
         return "it is no object"
     if not isinstance(properties := parameters.get("properties", {}), Mapping):
         return "its properties are no object"
-    if not _is_name_list(parameters.get("required", [])):
+    if not is_name_list(parameters.get("required", [])):
         return "required is no list of names"
     for name, schema in properties.items():
         if not isinstance(schema, Mapping | bool):
             return f"the schema of {name!r} is no object"
         kind = schema.get("type", []) if isinstance(schema, Mapping) else []
-        if not isinstance(kind, str) and not _is_name_list(kind):
+        if not isinstance(kind, str) and not is_name_list(kind):
             return f"the type of {name!r} is no name"
     return ""
 
 
-def _is_name_list(value: Any) -> bool:
+def is_name_list(value: Any) -> bool:
+    """Whether a value is a list of texts."""
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 

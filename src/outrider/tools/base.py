@@ -277,7 +277,7 @@ class Toolset:
 
     def call_key(self, call: ToolCall) -> tuple[str, str]:
         """Return a key that is equal for equal native calls."""
-        return call.name, repr(_sorted(call.arguments))
+        return call.name, json.dumps(dict(call.arguments), sort_keys=True)
 
     def close(self) -> None:
         """Close the tools, also if one of them raises; may be called twice."""
@@ -354,12 +354,6 @@ def tool_schema(tool: Tool) -> ToolSchema:
     }
 
 
-def _sorted(value: Any) -> object:
-    if isinstance(value, Mapping):
-        return sorted((key, _sorted(item)) for key, item in value.items())
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
-
-
 # Time limits of environment calls.
 
 
@@ -382,7 +376,8 @@ class CallClock:
         self._left_s = limit_s
         self._num_pauses = 0
         self._since = time.monotonic()
-        self._is_abandoned = False
+        self.is_abandoned = False
+        """Whether the caller has stopped waiting for the call."""
         self._wake_ups: list[Callable[[], None]] = []
 
     def seconds_left(self) -> float:
@@ -390,15 +385,10 @@ class CallClock:
         with self._lock:
             return self._left_s - (0.0 if self._num_pauses else time.monotonic() - self._since)
 
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the caller has stopped waiting for the call."""
-        return self._is_abandoned
-
     def abandon(self) -> None:
         """Mark the call as abandoned and wake it up in the queues where it waits, so that it leaves them."""
         with self._lock:
-            self._is_abandoned = True
+            self.is_abandoned = True
             wake_ups = list(self._wake_ups)
         for wake_up in wake_ups:
             wake_up()
@@ -411,7 +401,7 @@ class CallClock:
                 self._left_s -= time.monotonic() - self._since
             self._num_pauses += 1
             self._wake_ups.append(wake_up)
-            is_abandoned = self._is_abandoned
+            is_abandoned = self.is_abandoned
         try:
             if is_abandoned:
                 wake_up()
@@ -591,7 +581,8 @@ class CallBudget:
         self.limit = limit  # a rollout worker sets the share of its group
         self.num_executed = 0
         self._limited = False
-        self._open = True
+        self.is_open = True
+        """Whether calls of this round are executed."""
         self._lock = threading.Lock()
 
     def begin_batch(self, *, limited: bool) -> None:
@@ -602,12 +593,7 @@ class CallBudget:
 
     def begin_round(self) -> None:
         """Decide whether the next round may execute calls. Call this while no call is running."""
-        self._open = not self._limited or self.limit is None or self.num_executed < self.limit
-
-    @property
-    def is_open(self) -> bool:
-        """Whether calls of this round are executed."""
-        return self._open
+        self.is_open = not self._limited or self.limit is None or self.num_executed < self.limit
 
     def count(self) -> None:
         """Count one executed call."""

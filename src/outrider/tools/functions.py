@@ -31,7 +31,7 @@ from pydantic_core import InitErrorDetails, to_jsonable_python
 from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import accepted_values, list_branches
-from outrider.tools.base import ToolOutput, text_argument, usage_line
+from outrider.tools.base import SingleFlightCache, ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
 _NEEDS: Final = "it needs type hints and a docstring with Args:"
@@ -138,16 +138,26 @@ def _transformers_hint_schema(hint: Any) -> dict[str, Any] | None:
     return schema
 
 
-def _is_json(hint: Any) -> bool:
-    """Whether an argument is JSON and needs no conversion."""
+def _is_json(hint: Any, *, with_others: bool = False) -> bool:
+    """Whether an argument is JSON and needs no conversion. ``with_others``: also Enum and tuples, whose
+    schema transformers provides.
+    """
     origin, inner = get_origin(hint), get_args(hint)
+    is_inner = functools.partial(_is_json, with_others=with_others)
     if origin is Literal:
         return all(type(item) in _SCALARS for item in inner)
     if origin in (Union, types.UnionType, list):
-        return all(map(_is_json, inner))
+        return all(map(is_inner, inner))
     if origin is dict:
-        return not inner or (inner[0] in (str, Any) and _is_json(inner[1]))
+        return not inner or (inner[0] in (str, Any) and is_inner(inner[1]))
+    if with_others and origin is tuple:
+        return len(inner) > 1 and all(map(is_inner, inner))
+    if with_others and (hint is tuple or (isinstance(hint, type) and issubclass(hint, Enum))):
+        return True
     return any(hint is item for item in _JSON)
+
+
+_is_known_to_transformers: Final = functools.partial(_is_json, with_others=True)
 
 
 def element_checks(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
@@ -164,20 +174,6 @@ def _has_elements(hint: Any) -> bool:
     if get_origin(hint) in (Union, types.UnionType):
         return any(map(_has_elements, inner))
     return get_origin(hint) in (list, dict) and any(item is not Any for item in inner)
-
-
-def _is_known_to_transformers(hint: Any) -> bool:
-    """Whether transformers provides its schema: JSON types, Enum and tuples."""
-    if _is_json(hint) or hint is tuple or (isinstance(hint, type) and issubclass(hint, Enum)):
-        return True
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is tuple:
-        return len(inner) > 1 and all(map(_is_known_to_transformers, inner))
-    if origin in (Union, types.UnionType, list):
-        return all(map(_is_known_to_transformers, inner))
-    if origin is not dict:
-        return False
-    return not inner or (inner[0] in (str, Any) and _is_known_to_transformers(inner[1]))
 
 
 def _docstring(function: Callable[..., Any], hints: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
@@ -621,7 +617,7 @@ def _await_result(result: Any) -> Any:
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             return None, error
 
-    loop, thread = _event_loop(os.getpid())
+    loop, thread = _loops.get(os.getpid(), _start_loop)
     if threading.current_thread() is thread:  # a coroutine that calls another tool blocks the loop
         with ThreadPoolExecutor(1) as pool:
             value, error = pool.submit(asyncio.run, finish()).result()
@@ -632,16 +628,12 @@ def _await_result(result: Any) -> Any:
     return value
 
 
-_loop_lock = threading.Lock()
-_loops: dict[int, tuple[asyncio.AbstractEventLoop, threading.Thread]] = {}
+def _start_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True, name="async tools")
+    thread.start()
+    return loop, thread
 
 
-def _event_loop(process: int) -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
-    """Return the loop of a process and its thread: a forked process has no threads of its parent."""
-    with _loop_lock:
-        if process not in _loops:
-            loop = asyncio.new_event_loop()
-            thread = threading.Thread(target=loop.run_forever, daemon=True, name="async tools")
-            thread.start()
-            _loops[process] = loop, thread
-        return _loops[process]
+# By process, because a forked one has no threads of its parent.
+_loops: SingleFlightCache[tuple[asyncio.AbstractEventLoop, threading.Thread]] = SingleFlightCache(2)

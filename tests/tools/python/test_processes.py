@@ -20,7 +20,7 @@ from outrider.tools.base import FairPool
 from outrider.tools.python import sandbox
 from outrider.tools.python.sandbox import Limits
 from outrider.tools.python.server import REPLY, REQUEST, ServerSettings
-from outrider.tools.python.tool import _COMMAND, _SOURCE, PythonTool, PythonToolConfig
+from outrider.tools.python.tool import _COMMAND, SOURCE, PythonTool, PythonToolConfig
 from tests.tools.python.processes import needs_locks, server_pids
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[3])}
@@ -151,7 +151,7 @@ def test_a_server_whose_parent_was_killed_leaves_neither_traceback_nor_folder(
         limits=limits,
     )  # fmt: skip
     ours, theirs = socket.socketpair()
-    command = [*_COMMAND, json.dumps(dataclasses.asdict(settings)), _SOURCE]
+    command = [*_COMMAND, json.dumps(dataclasses.asdict(settings)), SOURCE]
     with theirs:
         server = subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Final, Literal
@@ -517,8 +518,7 @@ class AgentTaskSet:
         answer = load_function("expert", self.config.expert)
         if self._expert_factory is None:
             self._expert_factory = self.make()
-        environment = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as environment:
             episode = ExternalEpisode(environment)
             episode.start(seed)
             is_done = False
@@ -536,8 +536,6 @@ class AgentTaskSet:
                     ) from error
                 is_done = episode.act(text).done
             return episode.steps if episode.result().success else None
-        finally:
-            environment.close()
 
     def close(self) -> None:
         """End the programs of :meth:`expert`; may be called twice."""

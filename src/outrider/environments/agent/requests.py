@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from outrider.environments.conversations import Conversation
 from outrider.tokens.call_formats import sanitize_call
-from outrider.tokens.tool_calls import call_from_arguments
+from outrider.tokens.tool_calls import call_from_arguments, is_name_list
 from outrider.types import Message, Role, ToolCall, ToolSchema, is_text
 
 RequestPath: TypeAlias = Literal["chat/completions", "responses"]
@@ -298,13 +298,9 @@ def _check_schema(schema: Mapping[str, Any], name: str) -> None:
         pending += [(inner, depth + 1) for inner in _inner_schemas(node)]
 
 
-def _is_text_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
 _SCHEMA_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
-    "type": lambda value: isinstance(value, str) or _is_text_list(value),
-    "required": _is_text_list,
+    "type": lambda value: isinstance(value, str) or is_name_list(value),
+    "required": is_name_list,
     "enum": lambda value: isinstance(value, list),
     "properties": lambda value: isinstance(value, dict),
     "description": lambda value: isinstance(value, str),

@@ -145,11 +145,9 @@ class Gateway:
         """Send a request of our own and wait for its answer: earlier ones have then been accepted, too."""
         with contextlib.suppress(OSError):  # closing
             reader, writer = await asyncio.open_connection(*self._socket.getsockname())
-            try:
+            with contextlib.closing(writer):
                 writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                 await reader.read()
-            finally:
-                writer.close()
 
     def close(self) -> None:
         """Stop the server; may be called twice."""

@@ -17,15 +17,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final
 
 from outrider.environments.grading.answers import exact_match, unwrap_text
-from outrider.environments.grading.math_comparison import is_same_unit
+from outrider.environments.grading.math_comparison import RELATION, is_same_unit
 from outrider.environments.grading.math_normal_form import normalize_spelling, split_top, split_unit
 from outrider.environments.grading.math_worker import ALIVE, STALL_SECONDS
 from outrider.errors import EnvironmentFault
 from outrider.tools.base import FairPool, SingleFlightCache, uncounted
+from outrider.tools.python.tool import ONE_THREAD, SOURCE
 
 _DROPPED: Final = (
     ("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""),
@@ -92,15 +92,6 @@ sys.path.insert(0, sys.argv[2])
 from outrider.environments.grading.math_worker import main
 main(int(sys.argv[1]), int(sys.argv[3]))
 """
-_SOURCE = str(Path(__file__).resolve().parents[3])
-# A fixed hash seed, so that the same answers get the same verdicts; one thread, so that the trainer is not
-# slowed down.
-_ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-}
 
 
 def math_pool() -> "MathPool":
@@ -160,7 +151,6 @@ class _Worker:
 
     def evaluate(self, pair: tuple[str, str]) -> bool | None:
         """Raises OSError or ValueError if the process is lost; it is then killed."""
-        done = False
         try:
             process = self._started()
             assert process.stdin is not None
@@ -168,22 +158,21 @@ class _Worker:
             process.stdin.flush()
             while (verdicts := _line(process, 2 * STALL_SECONDS)) == ALIVE:
                 pass
-            done = True
-        finally:
+        except BaseException:
             # Also if this thread was interrupted: a late answer must not become that of the next call.
-            if not done:
-                self.stop()
+            self.stop()
+            raise
         verdict: bool | None = verdicts[0]
         return verdict
 
     def _started(self) -> "subprocess.Popen[bytes]":
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(os.getpid()), _SOURCE, str(self._cpu_seconds)],
+                [sys.executable, "-c", _BOOT, str(os.getpid()), SOURCE, str(self._cpu_seconds)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | ONE_THREAD,
                 start_new_session=True,  # Ctrl-C is for the trainer
             )
             _line(self._process, _START_SECONDS)
@@ -294,9 +283,9 @@ def _compare_text(prediction: str, gold: str) -> Verdict | tuple[str, str]:
     elif labels[1] and not labels[0]:
         expected = expected[labels[1].end() :]
     values = [_assigned_value(text) for text in (predicted, expected)]
-    if values[0] and not values[1] and not _is_relation(expected):
+    if values[0] and not values[1] and not RELATION.search(expected):
         predicted = values[0]
-    elif values[1] and not values[0] and not _is_relation(predicted):
+    elif values[1] and not values[0] and not RELATION.search(predicted):
         expected = values[1]
     (predicted, its_unit), (expected, unit) = (
         split_unit(text) if len(text) <= _MAX_SPELLED else (text, "") for text in (predicted, expected)
@@ -327,10 +316,6 @@ def _assigned_value(text: str) -> str:
         return ""
     is_list = len(values) > 1 and (len(split_top(text, ",;")) > 1 or r"\text{ " in text)
     return "" if is_list else values[-1].strip()
-
-
-def _is_relation(text: str) -> bool:
-    return "=" in text or _SIGN.search(text) is not None
 
 
 def _with_short_unit(text: str, unit: str) -> tuple[str, str]:

@@ -29,7 +29,7 @@ _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRIX: Final = re.compile(
     r"\\begin\{([pbBvVs]?(?:small)?matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}", re.DOTALL
 )
-_RELATION: Final = re.compile(r"\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])|[<>=]")
+RELATION: Final = re.compile(r"\\(?:le|ge|ne|approx|in|notin|subset|subseteq|equiv|sim)(?![A-Za-z])|[<>=]")
 _NAME: Final = re.compile(
     r"\s*(?:[A-Za-z]|\\[A-Za-z]+)(?:_(?:\{[^{}]*\}|\w))?'*\s*(?:\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\))?\s*"
     r"|\s*\\(?:overrightarrow|overline|vec|hat|bar|widehat)\s*\{[^{}]*\}\s*|\s*(?:[A-Za-z]\s*){2,4}|\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)\s*|\s*\\angle\s*[A-Z]+\s*|\s*\|[A-Z]+\|\s*"
@@ -162,7 +162,7 @@ def _is_same_single(left: str, right: str) -> bool:
             return is_same_value(left.removesuffix(r"\%"), right.removesuffix(r"\%"))
         amount, other = (left, right) if is_percentage[0] else (right, left)
         amount = amount.removesuffix(r"\%")
-        if not _RELATION.search(amount):  # "12 percent" may be written as 12 or as 0.12
+        if not RELATION.search(amount):  # "12 percent" may be written as 12 or as 0.12
             is_sum = len(split_top(amount[1:], "+-")) > 1  # only its last term is in percent
             share = left if is_percentage[0] else right
             share = share if is_sum else rf"\frac{{{amount}}}{{100}}"
@@ -266,8 +266,8 @@ def _compare_relations(left: str, right: str) -> bool | None:
     if relations[0][0] or relations[1][0]:
         index = 0 if relations[0][0] else 1
         other = (left, right)[1 - index]
-        if not _RELATION.search(other) or (
-            relations[index][1] == r"\in" and _RELATION.search(relations[index][2]) is None
+        if not RELATION.search(other) or (
+            relations[index][1] == r"\in" and RELATION.search(relations[index][2]) is None
         ):
             return is_same_value(relations[index][2], other)
     return None
@@ -290,7 +290,7 @@ def _bare(text: str) -> str:
         first, *rest = split_top(text.replace(r"\approx", "\x00"), "\x00")
         text = rest[-1].strip() if rest and (not first.strip() or _NAME.fullmatch(first)) else first.strip()
     builder = _BUILDER.fullmatch(text)
-    if builder is not None and _RELATION.search(builder[2]):
+    if builder is not None and RELATION.search(builder[2]):
         return builder[2]
     while text.startswith(("(", "{")):
         inner = _inside(text, text[0], {"(": ")", "{": "}"}[text[0]])

@@ -29,11 +29,11 @@ _LATEX_SIGNS: Final = {
     "\u211d": r"\mathbb{R}", "\u2124": r"\mathbb{Z}",
     "\u2115": r"\mathbb{N}",
     "\u211a": r"\mathbb{Q}", "\u2102": r"\mathbb{C}", "\u2220": r"\angle ", "\u25b3": r"\triangle ",
-    "\u03c0": r"\pi ", "\u2265\ufe00": r"\ge ", "\u230a": r"\lfloor ", "\u230b": r"\rfloor ",
+    "\u03c0": r"\pi ", "\u230a": r"\lfloor ", "\u230b": r"\rfloor ",
     "\u2308": r"\lceil ", "\u2309": r"\rceil ", "\u27e8": r"\langle ", "\u27e9": r"\rangle ",
     "\u2192": r"\to ", "\u21d2": r"\Rightarrow ",
 }  # fmt: skip
-_LATEX_SIGN: Final = re.compile("[" + "".join(sign for sign in _LATEX_SIGNS if len(sign) == 1) + "]")
+_LATEX_SIGN: Final = re.compile(f"[{''.join(_LATEX_SIGNS)}]")
 _SUPERSCRIPTS: Final = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿⁱ", "0123456789-+ni", strict=True))
 _SUPERSCRIPT_RUN: Final = re.compile(f"[{''.join(_SUPERSCRIPTS)}]+")
 _SUBSCRIPT_RUN: Final = re.compile("[₀-₉]+")

@@ -4,7 +4,7 @@ import importlib.util
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from typing import Any, Final, Literal
 
@@ -244,8 +244,7 @@ class OpenEnvFactory:
 
     def _play(self, seed: int) -> list[object]:
         """Observations and rewards of a few steps. A failed step is also a result; a failed reset is not."""
-        environment = OpenEnvEnvironment(self, seed=seed)
-        try:
+        with closing(OpenEnvEnvironment(self, seed=seed)) as environment:
             results: list[object] = [environment.reset(0)]
             for _ in range(_NUM_STEPS):
                 try:
@@ -256,8 +255,6 @@ class OpenEnvFactory:
                 if result.done:
                     break
             return results
-        finally:
-            environment.close()
 
 
 def describe_server(server: Server, config: OpenEnvConfig) -> ServerDescription:
@@ -309,11 +306,8 @@ class OpenEnvTaskSet:
         solve = import_target(self.config.expert)
         if self._expert_factory is None:
             self._expert_factory = self.make()
-        environment = self._expert_factory(task)
-        try:
+        with closing(self._expert_factory(task)) as environment:
             steps = environment.solved(solve)
-        finally:
-            environment.close()
         return steps if environment.result().success else None
 
     def close(self) -> None:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -23,7 +22,6 @@ from outrider.environments.tool_qa.environment import (
     ToolName,
     ToolResources,
     load_tools,
-    plugin_name,
     tool_tags,
     usages,
     validate_tools,
@@ -33,7 +31,7 @@ from outrider.environments.tool_qa.rewards import RewardConfig
 from outrider.errors import ConfigError, DataError, ToolFault, ToolUnavailable
 from outrider.tokens.call_formats import ProtocolName
 from outrider.tools.base import SingleFlightCache
-from outrider.tools.python.tool import PythonTool, PythonToolConfig
+from outrider.tools.python.tool import SOURCE, PythonTool, PythonToolConfig
 from outrider.types import Step, Task
 
 # Item i of a data set with seed s has the seed s + i, so the splits begin far apart.
@@ -45,7 +43,6 @@ _REFUSED: Final = {
     "composite": "name the data sets themselves",
 }
 _GENERATOR_PROGRAM: Final = "outrider.environments.reasoning_gym.items"
-_SOURCE: Final = str(Path(__file__).resolve().parents[3])  # this tree, whatever else is installed
 _CACHE_SIZE: Final = 65_536
 # The evaluated answer could print a score: only a line that begins with the secret mark counts. The first
 # such line reports that the item was read; if the program ends after it, the answer is the cause.
@@ -151,11 +148,8 @@ class ReasoningGymConfig(EpisodeConfig):
         return tool_tags(self.tools, self.result_tag)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """Answers are verified one at a time, and the Python tool runs a limited number of calls."""
-        names = [plugin_name(entry) for entry in self.tools]
-        rounds = math.ceil(num_concurrent / self.python.num_servers) if "python" in names else 0
-        calls = max(waiting_s(self.tools, num_concurrent), self.python.wall_seconds * rounds)
-        return VERIFIER_SECONDS * num_concurrent + calls
+        """Answers are verified one at a time."""
+        return VERIFIER_SECONDS * num_concurrent + waiting_s(self.tools, self.python, num_concurrent)
 
     def first_seed(self, split: Split) -> int:
         """Seed of a split's first item."""
@@ -187,7 +181,7 @@ def generate(config: ReasoningGymConfig) -> dict[str, tuple[Task, ...]]:
 
 @cache
 def _run_generator(request: str) -> dict[str, tuple[Task, ...]]:
-    paths = filter(None, (_SOURCE, os.environ.get("PYTHONPATH")))
+    paths = filter(None, (SOURCE, os.environ.get("PYTHONPATH")))
     done = subprocess.run(
         [sys.executable, "-P", "-X", "utf8", "-m", _GENERATOR_PROGRAM],
         input=request,

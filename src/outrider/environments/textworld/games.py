@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -256,11 +256,8 @@ def _make_game(shelf: GameShelf, split: Split, index: int, folder: Path) -> None
         data = bytearray(story.read_bytes())
         data[_SERIAL] = b"000000"
         story.write_bytes(data)
-        started = StoryGame.start(story, with_commands=False)
-        try:
+        with closing(StoryGame.start(story, with_commands=False)) as started:
             replies = [started.act(command) for command in walkthrough(story)]
-        finally:
-            started.close()
         if any(reply.won and reply.score == started.max_score for reply in replies):
             return
         problem = "its walkthrough does not win it"

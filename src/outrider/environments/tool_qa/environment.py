@@ -258,9 +258,13 @@ def argument_lines(tools: Sequence[ToolName]) -> list[str]:
     return [line for name, line in lines if f"<{name}>{{" in line]
 
 
-def waiting_s(tools: Sequence[ToolName], num_concurrent: int) -> float:
-    """Seconds that a call may wait for those of other episodes, whatever tool it is of."""
+def waiting_s(tools: Sequence[ToolName], python: PythonToolConfig, num_concurrent: int) -> float:
+    """Seconds that a call may wait for those of other episodes, whatever tool it is of. The Python tool runs
+    a limited number of calls at a time; other tools report their own time.
+    """
     own = [entry.waiting_s(num_concurrent) for entry in tools if isinstance(entry, ToolSettings)]
+    if "python" in map(plugin_name, tools):
+        own.append(python.wall_seconds * math.ceil(num_concurrent / python.num_servers))
     return max(own, default=0.0)
 
 
@@ -359,11 +363,7 @@ class ToolsConfig(SearchSettings):
         return tool_tags(self.tools, self.result_tag)
 
     def waiting_s(self, num_concurrent: int) -> float:
-        """The Python tool runs a limited number of calls at a time; other tools report their own time."""
-        own = waiting_s(self.tools, num_concurrent)
-        if "python" not in map(plugin_name, self.tools):
-            return own
-        return max(own, self.python.wall_seconds * math.ceil(num_concurrent / self.python.num_servers))
+        return waiting_s(self.tools, self.python, num_concurrent)
 
 
 class ToolResources:
@@ -457,12 +457,9 @@ class ToolEnvironment(Environment):
         dataset = {"train": settings.train, "valid": settings.valid, "test": settings.test}.get(split)
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
-        if (path := settings.reward.function) is None:
-            return load_tasks(dataset, setting=f"environment.{split}")
-        tasks, columns = (
-            load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True),
-            RewardFunction(path).columns,
-        )
+        path = settings.reward.function
+        tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=path is not None)
+        columns = frozenset() if path is None else RewardFunction(path).columns
         for task in tasks:
             if missing := columns - task.metadata.keys():
                 raise DataError(

@@ -285,10 +285,10 @@ class Judge:
         if self._matches(prediction, answers):
             return Judgement(is_correct=True)
         conversation = self._conversation(question, answers, prediction)
-        num_tokens = 0
-        reply = ""
+        judgement = Judgement(is_correct=None)
         for attempt in range(self.settings.max_asks):
             seed = stream_seed(self.settings.endpoint.seed, "judge", key, attempt)
+            judgement = replace(judgement, num_requests=attempt + 1)
             try:
                 answer = self._endpoint.complete(
                     conversation,
@@ -297,25 +297,19 @@ class Judge:
                     seed=seed,
                 )
             except EngineFault as fault:
-                return Judgement(
-                    is_correct=None, num_requests=attempt + 1, num_tokens=num_tokens, fault=str(fault)
-                )
-            num_tokens += answer.num_tokens
-            reply = answer.text
+                return replace(judgement, reply="", fault=str(fault))
+            reply, num_tokens = answer.text, judgement.num_tokens + answer.num_tokens
+            judgement = replace(judgement, num_tokens=num_tokens, reply=reply)
             has_words = bool(without_thoughts(reply).strip())
             verdict = read_verdict(reply, rule=self.settings.rule) if has_words else None
             if verdict is not None:
-                return Judgement(
-                    is_correct=verdict, num_requests=attempt + 1, num_tokens=num_tokens, reply=reply
-                )
+                return replace(judgement, is_correct=verdict)
             conversation += [
                 Message(role="assistant", content=reply or "..."),
                 Message(role="user", content=REQUEST_VERDICT),
             ]
-        return Judgement(
-            is_correct=None, num_requests=self.settings.max_asks, num_tokens=num_tokens, reply=reply,
-            fault=f"{self.settings.max_asks} replies of the judge contained no verdict",
-        )  # fmt: skip
+        problem = f"{self.settings.max_asks} replies of the judge contained no verdict"
+        return replace(judgement, fault=problem)
 
     def _matches(self, prediction: str, answers: Sequence[str]) -> bool:
         if self.settings.rule == "arpo-eval":
@@ -662,15 +656,15 @@ def score_answer(
     prediction = without_thoughts(prediction)
     em = exact_match(prediction, answers)
     f1 = f1_score(prediction, answers)
-    match config.answer:
-        case "math":
-            graded = _grade_math(prediction, answers)
-        case "judge" | "verifier":
-            assert judged is not None
-            graded = _grade_judged(prediction, judged) if fault is None else _Graded(0.0)
-        case _:
-            graded = _Graded(float(em))
-    correctness = f1 if config.answer == "f1" else graded.correctness
+    grade, num_undecided = float(em), 0
+    if config.answer == "math":
+        verdicts = compare_all(prediction, answers)
+        grade, num_undecided = float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED)
+    elif config.answer in ("judge", "verifier"):
+        assert judged is not None
+        verdict = judged(prediction) if fault is None else 0.0
+        grade, num_undecided = float(verdict or 0.0), int(verdict is None)
+    correctness = f1 if config.answer == "f1" else grade
     bonus = config.multi_tool_bonus if num_tools >= 2 and correctness > 0 else 0.0
     parts = {"correctness": correctness} | ({"multi_tool_bonus": bonus} if bonus else {})
     if fault is not None:
@@ -683,10 +677,10 @@ def score_answer(
         em=em,
         f1=f1,
         contained=contains_answer(prediction, answers),
-        is_correct=graded.correctness >= 1,
-        num_undecided=graded.num_undecided,
+        is_correct=grade >= 1,
+        num_undecided=num_undecided,
         parts=parts,
-        reason=fault or _reason(prediction, correctness, config, is_undecided=graded.num_undecided > 0),
+        reason=fault or _reason(prediction, correctness, config, is_undecided=num_undecided > 0),
     )
 
 
@@ -715,24 +709,6 @@ def score_by_function(function: RewardFunction, task: Task, completion: str, sco
         parts=parts or {"score": reward},
         reason=f"the reward is that of {function.path}",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Graded:
-    """Correctness in [0, 1], where 1 is correct, and the number of undecided comparisons."""
-
-    correctness: float
-    num_undecided: int = 0
-
-
-def _grade_math(prediction: str, answers: Sequence[str]) -> _Graded:
-    verdicts = compare_all(prediction, answers)
-    return _Graded(float(Verdict.EQUAL in verdicts), verdicts.count(Verdict.UNDECIDED))
-
-
-def _grade_judged(prediction: str, judged: Judged) -> _Graded:
-    score = judged(prediction)
-    return _Graded(float(score or 0.0), num_undecided=int(score is None))
 
 
 def final_answer(text: str) -> str:

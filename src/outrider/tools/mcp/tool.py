@@ -213,9 +213,10 @@ class McpServer(ToolGroup):
     """The tools of a section."""
 
     Settings = McpConfig
+    tools: Sequence[Tool] = ()
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = tools
+        self.tools = tools
 
     @classmethod
     def lines(cls, settings: McpConfig) -> Mapping[str, str]:
@@ -233,7 +234,3 @@ class McpServer(ToolGroup):
 
         servers = Servers(settings, listing)
         return cls([McpTool(tool, servers) for tool in listing.tools.values()])
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        return self._tools

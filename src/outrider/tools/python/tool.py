@@ -35,17 +35,18 @@ from outrider.tools.python.server import main
 del sys.path[0]
 main(sys.argv[1])
 """
-_SOURCE = str(Path(__file__).resolve().parents[3])
+SOURCE = str(Path(__file__).resolve().parents[3])
 _COMMAND = (sys.executable, "-s", "-P", "-B", "-X", "utf8", "-c", _BOOT)
-# Nothing of the parent's environment may reach model code. One thread: the server must not disturb the
-# trainer's OpenMP threads.
-_ENVIRONMENT = {
+# A fixed hash seed, so that the same code gives the same output; one thread, because the server must not
+# disturb the trainer's OpenMP threads.
+ONE_THREAD = {
     "PYTHONHASHSEED": "0",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "LC_ALL": "C.UTF-8",
 }
+# Nothing of the parent's environment may reach model code.
+_ENVIRONMENT = ONE_THREAD | {"LC_ALL": "C.UTF-8"}
 _PROBE = """
 import os, socket
 def denied(attempt):
@@ -160,7 +161,7 @@ class _ServerProcess:
         with server_sock:
             try:
                 self._process = subprocess.Popen(
-                    [*_COMMAND, json.dumps(dataclasses.asdict(settings)), _SOURCE],
+                    [*_COMMAND, json.dumps(dataclasses.asdict(settings)), SOURCE],
                     stdin=server_sock.fileno(),
                     stdout=subprocess.DEVNULL,
                     env=environment,
@@ -201,19 +202,16 @@ class _ServerProcess:
         After any failure, also an interrupt of this thread, the server is stopped: a late reply must not be
         read as that of the next call.
         """
-        done = False
         sock.settimeout(seconds)
         try:
             sock.sendall(request)
             index, took, length = REPLY.unpack(receive(sock, REPLY.size))
-            reply = STATUSES[index], took, receive(sock, length)
-            done = True
-        except (OSError, EOFError) as error:
-            raise ServerLost(f"the server exited or hung: {error}") from error
-        finally:
-            if not done:
-                self.stop()
-        return reply
+            return STATUSES[index], took, receive(sock, length)
+        except BaseException as error:
+            self.stop()
+            if isinstance(error, OSError | EOFError):
+                raise ServerLost(f"the server exited or hung: {error}") from error
+            raise
 
 
 class PythonTool:
