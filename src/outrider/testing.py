@@ -70,11 +70,7 @@ def require_finite(values: Mapping[str, Any] | Iterable[tuple[str, Any]], subjec
 
 def require_picklable(label: str, value: Any) -> None:
     """Check that a value can be pickled, because other processes get a copy."""
-    try:
-        same = pickle.loads(pickle.dumps(value))
-    except Exception as error:
-        raise AssertionError(f"{label} cannot be pickled for another process: {error}") from error
-    require(same == value, f"{label} differs after pickling")
+    require(_pickled_copy(value, label) == value, f"{label} differs after pickling")
 
 
 # Environments (:mod:`outrider.environments.base`).
@@ -722,7 +718,7 @@ def check_algorithm(
 def _maker(algorithm: Any) -> Callable[[], Algorithm]:
     if isinstance(algorithm, type):
         return lambda: cast(Algorithm, algorithm(algorithm.Settings()))  # type: ignore[attr-defined]
-    if hasattr(algorithm, "assign_advantages") and not isinstance(algorithm, type):
+    if hasattr(algorithm, "assign_advantages"):
         return lambda: copy.deepcopy(algorithm)
     return algorithm  # type: ignore[no-any-return]
 
