@@ -623,12 +623,10 @@ class TokenScores:
 
     def select(self, index: Tensor) -> "TokenScores":
         """Return the scores of the tokens ``index``, without those of observations."""
-        columns: dict[str, Any] = {"observed_M": None}
+        columns: dict[str, Any] = {}
         for each in fields(self):
-            if each.name == "observed_M":
-                continue
             values = getattr(self, each.name)
-            columns[each.name] = None if values is None else values[index]
+            columns[each.name] = None if values is None or each.name == "observed_M" else values[index]
         return TokenScores(**columns)
 
 
@@ -887,9 +885,7 @@ class Policy(Scorer):
 
     def frozen_copy(self) -> Scorer:
         """Return a copy of the current policy that never trains."""
-        model = copy.deepcopy(self.model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model = copy.deepcopy(self.model).requires_grad_(False)
         return Scorer(replace(self.language_model, model=model), uses_flex=self.uses_flex)
 
 
