@@ -111,15 +111,12 @@ class GroupScheduler(Protocol):
         ``is_known``: the rollout is itself a fork that started at this turn, so its parent has already passed
         this point.
         """
-        ...
 
     def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
         """Called for the same turn before the environment steps, with the fork if one was requested."""
-        ...
 
     def on_rollout_end(self, trace: Trace, rollout: int) -> None:
         """Called when a rollout has its outcome."""
-        ...
 
 
 # Enqueue a rollout: group, rollout number, fork (None: start at the prompt).

@@ -449,13 +449,11 @@ class Ranks(Protocol):
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """The value of every rank, in the order of the ranks: the same list on all of them."""
-        ...
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
         """The part of ``paths`` that this rank computes; ``paths`` are the same on all ranks, and each is
         computed once.
         """
-        ...
 
 
 class SingleRank:

@@ -540,7 +540,6 @@ class Plan(Protocol):
         /,
     ) -> Tensor:
         """Return the attention output, tokens before heads."""
-        ...
 
 
 def _forward(
