@@ -713,7 +713,7 @@ def check_algorithm(
 def _maker(algorithm: Any) -> Callable[[], Algorithm]:
     if isinstance(algorithm, type):
         return lambda: cast(Algorithm, algorithm(algorithm.Settings()))  # type: ignore[attr-defined]
-    if hasattr(algorithm, "assign_advantages") and not isinstance(algorithm, type):
+    if hasattr(algorithm, "assign_advantages"):
         return lambda: copy.deepcopy(algorithm)
     return algorithm  # type: ignore[no-any-return]
 

@@ -76,13 +76,7 @@ def group_normalized_advantages_per_rollout(
     assigned = ~np.isnan(all_returns)
     scorable = all_returns[assigned]
     if not has_spread(scorable):
-        reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
-        return RolloutAdvantages(
-            values=np.zeros(assigned.size),
-            assigned=assigned,
-            has_signal=False,
-            reason=reasons[min(scorable.size, 2)],
-        )
+        return _without_signal(assigned)
     centred = scorable - math.fsum(scorable) / scorable.size
     if normalize_std:
         # fsum rounds once, so the result does not depend on the order of the rollouts
@@ -151,10 +145,7 @@ def pass_at_k_advantages_per_rollout(
     is_success = np.array([bool(verdict) for verdict in success])
     num, num_failures = int(assigned.sum()), int((assigned & ~is_success).sum())
     if num < 2 or num_failures == num or num_failures < k:
-        reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
-        return RolloutAdvantages(
-            values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reasons[min(num, 2)]
-        )
+        return _without_signal(assigned)
     without_success = math.comb(num_failures, k) / math.comb(num, k)  # 1 - rho
     scale = math.sqrt(without_success * (1.0 - without_success)) + eps
     others_failed = math.comb(num_failures - 1, k - 1) / math.comb(num - 1, k - 1)
@@ -182,6 +173,7 @@ def best_minus_second_advantages_per_rollout(*, returns: Returns) -> RolloutAdva
 
 
 _centred = partial(group_normalized_advantages_per_rollout, normalize_std=False)
+_REASONS: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")  # by the number of returns
 _SPREAD_TOLERANCE = 1e-9
 
 
@@ -227,16 +219,8 @@ def advantages_per_turn(
         if kind == "leave_one_out":  # no std: turns may differ from each other even if P has no spread
             compared = np.concatenate([population, *map(np.array, scores.turns)])
         if not has_spread(compared) or (kind == "leave_one_out" and min(num_others) == 0):
-            reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
-            results.append(
-                RolloutAdvantages(
-                    values=np.zeros(assigned.size),
-                    assigned=assigned,
-                    has_signal=False,
-                    reason=reasons[min(int(assigned.sum()), 2)],
-                    turns=tuple(np.zeros(len(own)) for own in scores.turns),
-                )
-            )
+            turns = tuple(np.zeros(len(own)) for own in scores.turns)
+            results.append(replace(_without_signal(assigned), turns=turns))
             counted += [0.0] * population.size if kind == "leave_one_out" else population.tolist()
             continue
         scale, total = 1.0, math.fsum(population)
@@ -469,12 +453,11 @@ def mixed_group_advantages_per_rollout(
     elif normalize_std:
         advantages /= _sample_std(own) + eps
     has_signal = bool(advantages.any())
-    reasons: tuple[NoSignalReason, ...] = ("unscorable", "singleton", "no_spread")
     return RolloutAdvantages(
         values=advantages,
         assigned=~np.isnan(values),
         has_signal=has_signal,
-        reason=None if has_signal else reasons[min(own.size, 2)],
+        reason=None if has_signal else _REASONS[min(own.size, 2)],
     )
 
 
@@ -534,6 +517,13 @@ def replayable_groups(
     newest = {key: position for position, key in enumerate(keys)}
     positions = sorted(position for position in newest.values() if 0.0 < mean_rewards[position] < 1.0)
     return positions if room is None else positions[max(0, len(positions) - max(0, room)) :]
+
+
+def _without_signal(assigned: BoolArray) -> RolloutAdvantages:
+    reason = _REASONS[min(int(assigned.sum()), 2)]
+    return RolloutAdvantages(
+        values=np.zeros(assigned.size), assigned=assigned, has_signal=False, reason=reason
+    )
 
 
 def _floats(returns: Returns) -> Float64Array:

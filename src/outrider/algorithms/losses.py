@@ -462,9 +462,7 @@ def configured_loss(inputs: TokenLossInputs, objective: "ObjectiveSettings") -> 
         return cispo_per_token(**tokens, cap=loss.ratio_cap, floor=loss.ratio_floor)
     if loss.type == "gspo":
         return gspo_per_token(
-            logprobs=inputs.logprobs_T,
-            old_logprobs=inputs.old_T,
-            advantages=inputs.advantages_T,
+            **tokens,
             rollout_index=inputs.rollout_T.to(inputs.logprobs_T.device),
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,

@@ -345,8 +345,7 @@ class TipHook(Hook):
     def restore(self, snapshot: tuple[Mapping[str, Any], Mapping[str, NDArray[np.float32]]]) -> None:
         """Restore the memory, and reset the counts."""
         self.memory.restore(*snapshot)
-        self.counts = Counter()
-        self._endings = {}
+        self.discard_step()
 
     def discard_step(self) -> None:
         """Forget the counts and endings of rollouts that no step has measured."""

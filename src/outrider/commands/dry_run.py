@@ -52,18 +52,14 @@ def first_prompt(factory: EnvironmentFactory, task: Task, *, run_seed: int, step
     """Start an episode and end it. ``step`` is the training step that it would belong to, -1 for an
     evaluation. Raises EnvironmentFault for whatever breaks in an environment.
     """
-    try:
+
+    def start() -> FirstPrompt:
         with closing(factory(task)) as environment:
             episode = open_episode(environment)
             messages = episode.start(reset_seed(run_seed, step, task.key))
-            tools = tuple(episode.tools)
-    except OutriderError:
-        raise
-    except Exception as error:  # a plug-in may raise anything
-        raise EnvironmentFault(
-            f"the environment cannot start task {task.key!r}{describe_exception(error)}"
-        ) from error
-    return FirstPrompt(task=task, messages=messages, tools=tools)
+            return FirstPrompt(task=task, messages=messages, tools=tuple(episode.tools))
+
+    return _call_plugin(f"the environment cannot start task {task.key!r}", start)
 
 
 def load_renderer(settings: "RunSettings", folder: str) -> "ChatRenderer":

@@ -354,16 +354,12 @@ class VllmProcess:
         or_newer: bool = False,
         released: Sequence[str] = (),
     ) -> list[Generation]:
-        version = await self._await_version(version, or_newer)
+        await self._may_begin.wait()  # until the weights are complete
+        version = require_version(self._number, self._version, version, or_newer=or_newer)
         with self._busy():
             generations = await stream_all(self._engine, requests, version)
         PROGRESS.advance(sum(len(generation.token_ids) for generation in generations))
         return generations
-
-    async def _await_version(self, version: int, or_newer: bool) -> int:
-        """Wait until weights are complete and return their version. Raises ClusterFault for a wrong one."""
-        await self._may_begin.wait()
-        return require_version(self._number, self._version, version, or_newer=or_newer)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:

@@ -47,6 +47,7 @@ from outrider.training.policy import (
     Scoring,
     Support,
     TokenScores,
+    make_optimizer,
     require_shapes,
     sum_of_squares,
     tensor_folder,
@@ -506,13 +507,7 @@ class ShardedPolicy(ShardedScorer, Policy):
             name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad
         }
         self.num_steps = 0
-        self.optimizer = torch.optim.AdamW(
-            list(self.masters.values()),
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.masters.values(), settings)
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         own = sum_of_squares(local(gradient) for gradient in gradients)

@@ -182,20 +182,16 @@ class RemoteProcesses:
                 self._start_engine(int(number))
                 engine = self.engines[fault.process]
                 self.cluster.results({engine.name: engine.call("build")})
-                self._send_newest(engine)
+                if self.settings.uses_nccl:
+                    self.send_directly(self.engine.weight_version, is_again=True)
+                else:
+                    self.engine.send_newest(engine)
             else:
                 self.cluster.kill(self.workers[fault.process])
                 self._start_worker(int(number))
                 self.cluster.call_all([self.workers[fault.process]], "build", self._worker_settings())
         except ProcessLost as another:
             raise ClusterFault(str(another)) from another
-
-    def _send_newest(self, engine: Process) -> None:
-        """Send the newest weights to an engine that replaces another one."""
-        if self.settings.uses_nccl:
-            self.send_directly(self.engine.weight_version, is_again=True)
-        else:
-            self.engine.send_newest(engine)
 
     def send_directly(self, version: int, *, is_again: bool = False) -> tuple[int, int]:
         """Let the ranks send the weights from their GPUs to all engines; returns the bytes of one copy and

@@ -169,22 +169,18 @@ class Engine(Protocol):
 
         Raises EngineFault if the batch fails.
         """
-        ...
 
     def release(self, cache_keys: Sequence[str]) -> None:
         """Drop the caches of these rollouts."""
-        ...
 
     def free_cache(self) -> None:
         """Free the memory that the engine does not need until its next batch."""
-        ...
 
     def load(self, version: int) -> None:
         """Use the policy's new weights and drop all cached keys and values.
 
         The caller counts versions; generations have ``version`` as their ``weight_version``.
         """
-        ...
 
 
 # Names of models: a packaged one, a folder, or a Hugging Face id.

@@ -444,13 +444,8 @@ def push_dataset(path: Path, repo: str, *, private: bool = False, dry_run: bool 
     with tempfile.TemporaryDirectory(prefix="outrider-push-") as scratch:
         folder = Path(scratch) / "dataset"
         folder.mkdir()
-        if path.is_dir():
-            prepared = _traces(path, folder)
-        elif path.suffix.lower() in SUFFIXES:
-            prepared = _trajectories(path, folder)
-        else:
-            prepared = _buffer(path, folder)
-        kind, counts, agents = prepared
+        prepare_file = _trajectories if path.suffix.lower() in SUFFIXES else _buffer
+        kind, counts, agents = (_traces if path.is_dir() else prepare_file)(path, folder)
         card = dataset_card(repo, kind, counts, agents)
         return upload(
             folder, repo, kind="dataset", card=card, private=private, dry_run=dry_run,

@@ -832,26 +832,31 @@ def make_pack(
     names = [pack_name(name) for name in run_names(folders)] if folders else []
     if len(set(names)) < len(names):
         raise ConfigError(f"two of these runs would have one name in the pack: {', '.join(sorted(names))}")
-    with replacing_folder(out) as partial:
-        return _write(
-            partial,
-            dict(sorted(zip(names, folders, strict=True))),
-            exact,
-            checkpoint_rule=checkpoint_rule,
-            commands=commands,
-            weights=weights,
-        )
+    folders_by_name = dict(sorted(zip(names, folders, strict=True)))
+    with replacing_folder(out) as pack:
+        runs = _write_runs(pack, folders_by_name, checkpoint_rule)
+        if weights:
+            copy_checkpoints(pack, folders_by_name)
+        if exact:
+            rows = (json.dumps(result.model_dump(mode="json"), sort_keys=True) for result in exact)
+            (pack / EXACT).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+        processor = read_processor()
+        packed_on = {
+            "processor": processor.model,
+            "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
+        }
+        manifest = Manifest(
+            format=FORMAT, outrider=__version__, files={}, runs=runs, packed_on=packed_on,
+            commands=tuple(commands),
+        )  # fmt: skip
+        _write_json(pack / TABLES, make_tables(pack, manifest))
+        manifest = Manifest.model_validate(manifest.model_dump() | {"files": _packed_files(pack)})
+        _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
+        (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
+        return manifest
 
 
-def _write(
-    pack: Path,
-    folders: Mapping[str, Path],
-    exact: Sequence[ExactResult],
-    *,
-    checkpoint_rule: str | None,
-    commands: Sequence[str],
-    weights: bool,
-) -> Manifest:
+def _write_runs(pack: Path, folders: Mapping[str, Path], checkpoint_rule: str | None) -> dict[str, PackedRun]:
     names_by_folder = {folder.resolve(): name for name, folder in folders.items()}
     runs: dict[str, PackedRun] = {}
     for name, folder in folders.items():
@@ -863,30 +868,7 @@ def _write(
         else:
             runs[name] = write_run(folder, target, names_by_folder)
         runs[name] = runs[name].model_copy(update={"checkpoint_rule": _find_rule(folder, checkpoint_rule)})
-    if weights:
-        copy_checkpoints(pack, folders)
-    if exact:
-        rows = (json.dumps(result.model_dump(mode="json"), sort_keys=True) for result in exact)
-        lines = "".join(f"{row}\n" for row in rows)
-        (pack / EXACT).write_text(lines, encoding="utf-8")
-    processor = read_processor()
-    packed_on = {
-        "processor": processor.model,
-        "instruction sets": " ".join(sorted(processor.instruction_sets)) or "unknown",
-    }
-    manifest = Manifest(
-        format=FORMAT,
-        outrider=__version__,
-        files={},
-        runs=runs,
-        packed_on=packed_on,
-        commands=tuple(commands),
-    )
-    _write_json(pack / TABLES, make_tables(pack, manifest))
-    manifest = Manifest.model_validate(manifest.model_dump() | {"files": _packed_files(pack)})
-    _write_json(pack / MANIFEST, manifest.model_dump(mode="json"))
-    (pack / CHECKSUM).write_bytes(checksum_line((pack / MANIFEST).read_bytes()))
-    return manifest
+    return runs
 
 
 def _classify_paths(paths: Sequence[Path]) -> tuple[list[ExactResult], list[Path]]:

@@ -648,6 +648,10 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
         "temperature": settings.temperature, "rollout": settings.rollout.model_dump(mode="json"),
         "seed": settings.seed, "environment": None, "instruction": None, **settings.truncation,
     }  # fmt: skip
+    limits: Limits = settings.rollout
+    stop: tuple[str, ...] = ()
+    tools: tuple[str, ...] = ()
+    factory: EnvironmentFactory
     if task_set is None or settings.environment is None or settings.tools == "off":
 
         def prompt(task: Task) -> tuple[Message, ...]:
@@ -658,24 +662,14 @@ def open_eval_tasks(settings: EvalTasksSettings) -> EvalSetup:
 
         identity["instruction"] = [message.content for message in prompt(Task(key="", question=""))]
         factory = QuestionFactory(prompt=prompt, extract=find_variant(settings.rules).extract)
-        return EvalSetup(
-            eval_tasks=eval_tasks,
-            factory=factory,
-            stop=(),
-            limits=settings.rollout,
-            scorer=scorer,
-            tools=(),
-            identity=identity,
-        )
-    identity["environment"] = environment_identity(settings.environment) | dict(plugin_digests(settings))
-    limits: Limits = settings.rollout
-    if wait_s := settings.environment.waiting_s(settings.num_concurrent):
-        # A step that may wait for the Python calls of others has that much longer before it is a fault.
-        limits = limits.model_copy(update={"step_timeout_s": limits.step_timeout_s + wait_s})
+    else:
+        identity["environment"] = environment_identity(settings.environment) | dict(plugin_digests(settings))
+        if wait_s := settings.environment.waiting_s(settings.num_concurrent):
+            # A step that may wait for the Python calls of others has that much longer before it is a fault.
+            limits = limits.model_copy(update={"step_timeout_s": limits.step_timeout_s + wait_s})
+        factory, stop, tools = task_set.make(), task_set.stop, settings.environment.tool_names()
     return EvalSetup(
-        eval_tasks=eval_tasks, factory=task_set.make(), stop=task_set.stop, limits=limits,
-        scorer=scorer,
-        tools=settings.environment.tool_names(),
+        eval_tasks=eval_tasks, factory=factory, stop=stop, limits=limits, scorer=scorer, tools=tools,
         identity=identity,
     )  # fmt: skip
 

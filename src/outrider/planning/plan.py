@@ -21,6 +21,7 @@ from outrider.planning.memory import (
     suggested_overrides,
 )
 from outrider.planning.shape import GB, Device, ModelShape, find_shape
+from outrider.printing import plural
 from outrider.training.settings import RunSettings
 
 
@@ -252,31 +253,29 @@ def layout_words(plan: Plan) -> str:
         return _gpu_words(plan.fit)
     if layout.placement == "process":
         return "one process on the CPU"
-    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
-    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
-    return f"{ranks} and {engines} on the CPU"
+    ranks = plural(layout.trainers, "trainer", "trainer ranks")
+    return f"{ranks} and {plural(layout.engines, 'engine')} on the CPU"
 
 
 def _gpu_words(fit: Fit) -> str:
     layout = fit.layout
     if layout.placement == "process":
         return "one process on one GPU"
-    ranks = f"{layout.trainers} trainer ranks" if layout.trainers > 1 else "1 trainer"
-    engines = f"{layout.engines} engines" if layout.engines > 1 else "1 engine"
+    processes = (
+        f"{plural(layout.trainers, 'trainer', 'trainer ranks')} and {plural(layout.engines, 'engine')}"
+    )
     size = f" of {layout.tensor_parallel} GPUs" if layout.tensor_parallel > 1 else ""
     if layout.placement == "colocate":
         gpus = f"{layout.trainers} GPUs" if layout.trainers > 1 else "GPU"
-        return f"{ranks} and {engines}{size} on the same {gpus} (colocate)"
-    return f"{ranks} and {engines}{size} on separate GPUs (disaggregate)"
+        return f"{processes}{size} on the same {gpus} (colocate)"
+    return f"{processes}{size} on separate GPUs (disaggregate)"
 
 
 def seconds_words(plan: Plan) -> str:
     """Describe the assumptions of the time estimate."""
     device, m = plan.options.device, plan.work.extra_forwards
-    num = plan.fit.layout.trainers
-    ranks = f"{num} ranks" if num > 1 else "1 rank"
     return (
-        f"estimate: {ranks} at {USED_SHARE:.0%} of {device.name}'s "
+        f"estimate: {plural(plan.fit.layout.trainers, 'rank')} at {USED_SHARE:.0%} of {device.name}'s "
         f"{device.peak / 1e12:g} TFLOP/s, {m} extra forward passes, all tokens of the step, no attention"
     )
 

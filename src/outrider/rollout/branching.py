@@ -111,15 +111,12 @@ class GroupScheduler(Protocol):
         ``is_known``: the rollout is itself a fork that started at this turn, so its parent has already passed
         this point.
         """
-        ...
 
     def on_turn_end(self, state: EpisodeState, fork: Fork | None) -> None:
         """Called for the same turn before the environment steps, with the fork if one was requested."""
-        ...
 
     def on_rollout_end(self, trace: Trace, rollout: int) -> None:
         """Called when a rollout has its outcome."""
-        ...
 
 
 # Enqueue a rollout: group, rollout number, fork (None: start at the prompt).
@@ -333,23 +330,16 @@ def _make_point(brancher: Hook, state: EpisodeState, position: _Position) -> _Po
     The streak of a group is not known yet. The hook is called with a streak of 0, which yields the upper
     bound because the number must not increase with the streak.
     """
-    if brancher.streak_scope == "lineage":
-        num_requested = brancher.num_forks(state)
-        if num_requested is not None:
-            state.branch_streak = state.branch_streak + 1 if num_requested else 0
-        return (
-            None
-            if num_requested is None
-            else _Point(position=position, max_forks=num_requested, turn_node=state.last_node)
-        )
-    snapshot = state.snapshot()  # the rollout continues while its point is undecided
-    snapshot.branch_streak = 0
-    num_requested = brancher.num_forks(snapshot)
-    return (
-        None
-        if num_requested is None
-        else _Point(position=position, max_forks=num_requested, turn_node=state.last_node, state=snapshot)
-    )
+    snapshot = None
+    if brancher.streak_scope != "lineage":
+        snapshot = state.snapshot()  # the rollout continues while its point is undecided
+        snapshot.branch_streak = 0
+    num_requested = brancher.num_forks(snapshot or state)
+    if num_requested is None:
+        return None
+    if snapshot is None:
+        state.branch_streak = state.branch_streak + 1 if num_requested else 0
+    return _Point(position=position, max_forks=num_requested, turn_node=state.last_node, state=snapshot)
 
 
 # Trees that grow in rounds (Tree-GRPO, arXiv 2509.21240): a complete chain first, then expansions that branch

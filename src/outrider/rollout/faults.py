@@ -342,8 +342,7 @@ def reasons_line(reasons: Mapping[str, int]) -> str:
 
 def cut_line(cut: Mapping[str, int]) -> str:
     """Format the truncated rollouts per limit, for example ``3 by rollout.max_turn_tokens = 256``."""
-    ordered = sorted(cut.items(), key=lambda entry: (-entry[1], entry[0]))
-    return ", ".join(f"{num} by {limit}" for limit, num in ordered)
+    return reasons_line({f"by {limit}": num for limit, num in cut.items()})
 
 
 def count_cut(traces: Sequence[Trace], limits: Limits, *, context_length: int) -> Counter[str]:

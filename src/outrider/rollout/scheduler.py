@@ -136,7 +136,6 @@ class StreamingEngine(Engine, Protocol):
 
     async def stream(self, request: Request) -> Generation:
         """Sample one request. Raises the errors of :meth:`outrider.engines.base.Engine.generate`."""
-        ...
 
 
 class StreamBatcher:

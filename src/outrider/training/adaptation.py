@@ -20,11 +20,9 @@ from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.memory.embedders import load_embedder
 from outrider.printing import FittedTable, Terminal, plural, score
-from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import Evaluation, evaluate, interval
 from outrider.rollout.faults import fault_line, lost_reasons, require_room
 from outrider.rollout.hooks import RolloutStatus
-from outrider.rollout.scheduler import Scheduler
 from outrider.trace import Leaf
 from outrider.training.components import Components
 from outrider.training.resume import note_start
@@ -144,25 +142,8 @@ def _run_trials(
         display.stage(
             label, len(tasks) * evaluation_settings.num_samples, num_parallel=settings.num_concurrent
         )
-        scheduler = Scheduler(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            factory=parts.factory,
-            limits=settings.limits,
-            sampling=Sampling(
-                temperature=evaluation_settings.temperature,
-                stop=parts.task_set.stop,
-                **evaluation_settings.truncation,
-            ),
-            run_seed=settings.seed,
-            hooks=(hook,),
-            max_concurrent=settings.num_concurrent,
-            max_retries=settings.train.max_retries,
-            on_finished=on_finished,
-            rollout_status=parts.rollout_status,
-        )
         own, traces = evaluate(
-            scheduler,
+            parts.scheduler(training=False, hooks=(hook,), on_finished=on_finished),
             tasks,
             num_samples=evaluation_settings.num_samples,
             label=label,

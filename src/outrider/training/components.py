@@ -1,6 +1,6 @@
 """The components of a run, which :mod:`outrider.training.setup` builds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -8,7 +8,9 @@ from outrider.algorithms.base import Algorithm
 from outrider.engines.base import Engine
 from outrider.environments.base import EnvironmentFactory, TaskSet
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.rollout.hooks import RolloutStatus
+from outrider.rollout.episode import Sampling
+from outrider.rollout.hooks import Hook, RolloutStatus
+from outrider.rollout.scheduler import Scheduler
 from outrider.tokens import ChatRenderer
 from outrider.training.settings import RunSettings
 from outrider.types import Task, Trajectory
@@ -62,3 +64,27 @@ class Components:
             num_training_tasks=self.num_training_tasks,
         )
         return (first, *self.other_sets)
+
+    def scheduler(
+        self, *, training: bool, hooks: Sequence[Hook], on_finished: Callable[[int, int], None]
+    ) -> Scheduler:
+        """The scheduler of this process for training or evaluation."""
+        settings = self.settings
+        temperature = 1.0 if training else settings.evaluation.temperature
+        truncation = {} if training else settings.evaluation.truncation
+        return Scheduler(
+            engine=self.engine,
+            renderer=self.renderer,
+            factory=self.factory,
+            limits=settings.limits,
+            sampling=Sampling(temperature=temperature, stop=self.task_set.stop, **truncation),
+            run_seed=settings.seed,
+            hooks=hooks,
+            max_concurrent=settings.num_concurrent,
+            max_retries=settings.train.max_retries,
+            is_training=training,
+            group_timeout_s=settings.train.group_timeout_s if training else None,
+            on_finished=on_finished,
+            rollout_status=self.rollout_status,
+            marks_observations=training and settings.algorithm.observation_nll > 0,
+        )

@@ -30,27 +30,22 @@ class Learner(Protocol):
     @property
     def language_model(self) -> LanguageModel:
         """The policy's model and tokenizer."""
-        ...
 
     @property
     def trained_parameters(self) -> frozenset[str]:
         """Names of the parameters that train."""
-        ...
 
     @property
     def num_steps(self) -> int:
         """Steps since the optimizer was created or reset."""
-        ...
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the newest optimizer step."""
-        ...
 
     @property
     def has_reference(self) -> bool:
         """Whether the run has a frozen reference."""
-        ...
 
     def update(
         self,
@@ -63,43 +58,34 @@ class Learner(Protocol):
         training_step: int = 0,
     ) -> UpdateReport:
         """Make the optimizer steps of a training step (:func:`outrider.training.update.update`)."""
-        ...
 
     def score(self, traces: Sequence[Trace]) -> None:
         """Write ``kl`` to the reference on the policy nodes (:mod:`outrider.training.update`)."""
-        ...
 
     def fit(self, paths: Sequence[RolloutPath], *, on_step: OnStep) -> None:
         """Run the cold start (:mod:`outrider.training.cold_start`) and reset the optimizer."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer as safetensors into an existing folder. Raises OSError."""
-        ...
 
     def load(self, folder: Path, *, num_steps: int) -> None:
         """Load what :meth:`save` of any learner wrote. Raises CheckpointError."""
-        ...
 
     def freeze_reference(self, path: Path) -> int:
         """Make the current policy the reference, write its weights into a file, and return the file's
         checksum.
         """
-        ...
 
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
         """Load what :meth:`freeze_reference` wrote. Raises CheckpointError."""
-        ...
 
     def export(self, folder: Path) -> None:
         """Write the policy and its tokenizer as a Hugging Face folder for an engine. The folder is not
         checked, because every update compares the engine's log-probs with the trainer's.
         """
-        ...
 
     def close(self) -> None:
         """End the learner's processes; may be called twice."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)

@@ -449,13 +449,11 @@ class Ranks(Protocol):
 
     def gather(self, value: ValueT) -> list[ValueT]:
         """The value of every rank, in the order of the ranks: the same list on all of them."""
-        ...
 
     def share(self, paths: Sequence[RolloutPath]) -> list[RolloutPath]:
         """The part of ``paths`` that this rank computes; ``paths`` are the same on all ranks, and each is
         computed once.
         """
-        ...
 
 
 class SingleRank:
@@ -623,12 +621,10 @@ class TokenScores:
 
     def select(self, index: Tensor) -> "TokenScores":
         """Return the scores of the tokens ``index``, without those of observations."""
-        columns: dict[str, Any] = {"observed_M": None}
+        columns: dict[str, Any] = {}
         for each in fields(self):
-            if each.name == "observed_M":
-                continue
             values = getattr(self, each.name)
-            columns[each.name] = None if values is None else values[index]
+            columns[each.name] = None if values is None or each.name == "observed_M" else values[index]
         return TokenScores(**columns)
 
 
@@ -887,9 +883,7 @@ class Policy(Scorer):
 
     def frozen_copy(self) -> Scorer:
         """Return a copy of the current policy that never trains."""
-        model = copy.deepcopy(self.model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
+        model = copy.deepcopy(self.model).requires_grad_(False)
         return Scorer(replace(self.language_model, model=model), uses_flex=self.uses_flex)
 
 

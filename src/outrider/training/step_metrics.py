@@ -164,14 +164,10 @@ def step_alarms(
 
 def skipped_alarms(step: int, values: Mapping[str, float]) -> list[str]:
     """Alarm about skipped optimizer steps, also of a cold start."""
-    if skipped := values.get("grad/num_skipped"):
-        return [
-            (
-                f"ALARM: {plural(skipped, 'optimiser step')} of step {step} skipped: "
-                "a log-prob or gradient was not finite"
-            )
-        ]
-    return []
+    if not (skipped := values.get("grad/num_skipped")):
+        return []
+    num = plural(skipped, "optimiser step")
+    return [f"ALARM: {num} of step {step} skipped: a log-prob or gradient was not finite"]
 
 
 # Advice when a step teaches nothing or retrieves nothing: the reason, from what its rollouts counted.

@@ -20,7 +20,6 @@ from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import EnvironmentFault
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import format_mean_return, plural, score, shell_command
-from outrider.rollout.episode import Sampling
 from outrider.rollout.evaluate import (
     averages_over_sets,
     describe_conditions,
@@ -36,7 +35,7 @@ from outrider.rollout.faults import (
     require_results,
     require_room,
 )
-from outrider.rollout.scheduler import Rollouts, Scheduler
+from outrider.rollout.scheduler import Rollouts
 from outrider.trace import Trace
 from outrider.training.checkpoint import checkpoint_step_or_none, checkpoints_newest_first
 from outrider.training.cold_start import imitate_experts
@@ -324,7 +323,7 @@ class Trainer:
 
     def rollouts(self, *, training: bool) -> Rollouts:
         """Return the runner of rollouts for training (with the algorithm's hooks) or evaluation."""
-        settings, parts = self.parts.settings, self.parts
+        parts = self.parts
 
         def on_finished(done: int, total: int) -> None:
             if training:
@@ -336,24 +335,8 @@ class Trainer:
 
         if parts.remote is not None:
             return parts.remote.rollouts(parts, training=training, on_finished=on_finished)
-        temperature = 1.0 if training else settings.evaluation.temperature
-        truncation = {} if training else settings.evaluation.truncation
-        return Scheduler(
-            engine=parts.engine,
-            renderer=parts.renderer,
-            factory=parts.factory,
-            limits=settings.limits,
-            sampling=Sampling(temperature=temperature, stop=parts.task_set.stop, **truncation),
-            run_seed=settings.seed,
-            hooks=parts.algorithm.hooks if training else (),
-            max_concurrent=settings.num_concurrent,
-            max_retries=settings.train.max_retries,
-            is_training=training,
-            group_timeout_s=settings.train.group_timeout_s if training else None,
-            on_finished=on_finished,
-            rollout_status=parts.rollout_status,
-            marks_observations=training and settings.algorithm.observation_nll > 0,
-        )
+        hooks = parts.algorithm.hooks if training else ()
+        return parts.scheduler(training=training, hooks=hooks, on_finished=on_finished)
 
     def _record(self, sampled: SampledStep, values: dict[str, float], node_values: NodeValues) -> None:
         """Write traces, metrics and alarms of a finished step; adds the run's totals to ``values``."""

@@ -117,13 +117,6 @@ class MetricAccumulator:
             self.add_min(name, value)
         self._weights = [own + more for own, more in zip(self._weights, other._weights, strict=True)]
 
-    def end_step(self, *, skipped: bool = False) -> None:
-        """End an optimizer step. Its losses enter the mean over steps once, unless it was ``skipped``."""
-        for name, value in self._losses.items():
-            if not skipped:
-                self.add(name, value)
-        self._losses = {}
-
     def add_importance(self, stats: ImportanceStats) -> None:
         """The weights of the sampler correction of a micro-batch."""
         self.add("ratio/importance_mean", stats.mean, stats.num_tokens)
@@ -502,7 +495,7 @@ class _Update:
                     check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
                 policy.drop_gradients()
                 self.common.add_sum("grad/num_skipped", 1.0)
-                self._end_step(skipped=True)
+                self.accumulator.pop_losses()  # those of a skipped step count in no mean
                 return
             loss.backward()  # frees the graph; over micro-batches the gradients add up
             if batch is not None:
@@ -513,7 +506,12 @@ class _Update:
         if check_mismatch:
             check_logprob_mismatch(policy, mismatches, self.settings.max_logprob_gap)
         norm = policy.step()
-        self._end_step()
+        losses: dict[str, float] = {}
+        for share in policy.ranks.gather(self.accumulator.pop_losses()):
+            for name, value in share.items():
+                losses[name] = losses.get(name, 0.0) + value
+        for name, value in losses.items():
+            self.common.add(name, value)
         # The norm of a skipped step has no value, so the means are those of the other steps.
         is_skipped = not math.isfinite(norm)
         self.common.add_sum("grad/num_skipped", float(is_skipped))
@@ -651,12 +649,6 @@ class _Update:
         if len(mismatch_O):
             self.accumulator.add("gap/logprob_mean", float(mismatch_O.mean()), len(mismatch_O))
             self.accumulator.add_max("gap/logprob_max", float(mismatch_O.max()))
-
-    def _end_step(self, *, skipped: bool = False) -> None:
-        for share in self.policy.ranks.gather(self.accumulator.pop_losses()):
-            for name, value in share.items():
-                self.common.add_loss(name, value)
-        self.common.end_step(skipped=skipped)
 
 
 def check_logprob_mismatch(policy: Policy, mismatches: Sequence[Tensor], limit: float) -> None:

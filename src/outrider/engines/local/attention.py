@@ -540,7 +540,6 @@ class Plan(Protocol):
         /,
     ) -> Tensor:
         """Return the attention output, tokens before heads."""
-        ...
 
 
 def _forward(
@@ -655,9 +654,9 @@ class FlexPlan:
         return output[:, :, :num_tokens].transpose(1, 2)
 
 
-def bucket(num_tokens: int) -> int:
-    """Return the padded length: the next power of two, at least :data:`LEAST_POSITIONS`."""
-    return max(LEAST_POSITIONS, 1 << (num_tokens - 1).bit_length())
+def bucket(num: int, least: int = LEAST_POSITIONS) -> int:
+    """Return the padded length: the next power of two, at least ``least``."""
+    return max(least, 1 << (num - 1).bit_length())
 
 
 def _mask(ends_L: Tensor) -> BlockMask:

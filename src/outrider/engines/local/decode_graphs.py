@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.engines.local.attention import DecodePlan, SlotCache, decode_mask, deterministic_mode
+from outrider.engines.local.attention import DecodePlan, SlotCache, bucket, decode_mask, deterministic_mode
 from outrider.engines.local.model import LanguageModel
 
 _LEAST_ROWS = 8
@@ -54,7 +54,7 @@ class DecodeGraphs:
     @staticmethod
     def num_slots(num_rows: int) -> int:
         """Return the number of slots that a step of ``num_rows`` needs, with that of the padding."""
-        return _bucket(num_rows, _LEAST_ROWS) + 1
+        return bucket(num_rows, _LEAST_ROWS) + 1
 
     def logits(
         self, newest: Sequence[int], stored: Sequence[int], cache: SlotCache, *, used_slots: int
@@ -69,7 +69,7 @@ class DecodeGraphs:
         if keys is not self._keys:
             self.drop()
             self._keys = keys
-        num_rows, padding = len(newest), _bucket(len(newest), _LEAST_ROWS) - len(newest)
+        num_rows, padding = len(newest), bucket(len(newest), _LEAST_ROWS) - len(newest)
         spare = cache.num_slots - 1
         assert spare >= max(used_slots, num_rows + padding)
         inputs_3B = torch.tensor(
@@ -79,7 +79,7 @@ class DecodeGraphs:
                 [*range(num_rows), *[spare] * padding],
             ]
         )
-        num_seen = min(_bucket(max(stored) + 1, _LEAST_POSITIONS), cache.num_positions)
+        num_seen = min(bucket(max(stored) + 1, _LEAST_POSITIONS), cache.num_positions)
         key = (num_rows + padding, num_seen)
         self._num_uses[key] += 1
         captured = self._captured.get(key)
@@ -127,8 +127,3 @@ class DecodeGraphs:
         """One memory for all graphs, of which one runs at a time."""
         first = next(iter(self._captured.values()), None)
         return None if first is None else first.graph.pool()
-
-
-def _bucket(num: int, least: int) -> int:
-    """Return the next power of two, at least ``least``."""
-    return max(least, 1 << (num - 1).bit_length())

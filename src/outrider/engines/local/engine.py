@@ -30,7 +30,7 @@ from outrider.engines.local.attention import (
 from outrider.engines.local.cpu_kernels import MAX_ROWS, FewRows, PackedLinears
 from outrider.engines.local.decode_graphs import DecodeGraphs
 from outrider.engines.local.model import LanguageModel, declared_context
-from outrider.engines.local.sampling import Cut, StopStrings, request_stream, sample
+from outrider.engines.local.sampling import StopStrings, request_stream, sample
 from outrider.engines.local.unpacked import (
     Unpacked,
     cached_logits,
@@ -124,6 +124,16 @@ class _Engine:
             row.reason = FinishReason.STOP
         elif len(row.ids) == row.room:
             row.reason = FinishReason.LENGTH
+
+    def _sample(self, active: Sequence[_Row], logits_BV: Tensor) -> None:
+        """Append a token to every row."""
+        temperatures, streams = zip(*((row.request.temperature, row.stream) for row in active), strict=True)
+        cuts = [(row.request.top_k, row.request.top_p) for row in active]
+        samples = sample(logits_BV, temperatures, streams, cuts)
+        for row, token, logprob, entropy in zip(active, *samples, strict=True):
+            self._append_token(row, token, logprob, entropy)
+        if self._on_tokens is not None:
+            self._on_tokens(len(active))
 
     def _generation(self, row: _Row) -> Generation:
         assert row.reason is not None
@@ -425,16 +435,7 @@ class LocalEngine(_Engine):
                 logits.append(row.logits[None])
                 row.logits = None
             active += joining
-            temperatures, streams = zip(
-                *((row.request.temperature, row.stream) for row in active), strict=True
-            )
-            chosen, logprobs, entropies = sample(
-                torch.cat(logits), temperatures, streams, **_cuts([row.request for row in active])
-            )
-            for row, token, logprob, entropy in zip(active, chosen, logprobs, entropies, strict=True):
-                self._append_token(row, token, logprob, entropy)
-            if self._on_tokens is not None:
-                self._on_tokens(len(active))
+            self._sample(active, torch.cat(logits))
             active = self._compact(active)
             logits = [self._next_logits(active)] if active else []
 
@@ -645,15 +646,8 @@ class UnpackedEngine(_Engine):
         cache = stack_caches(caches, [row.length + len(row.ids) for row in active]) if caches else None
         del contexts, caches
         while active:
-            temperatures, streams = zip(
-                *((row.request.temperature, row.stream) for row in active), strict=True
-            )
             lengths = [row.length + len(row.ids) for row in active]
-            samples = sample(logits_BV, temperatures, streams, **_cuts([row.request for row in active]))
-            for row, token, logprob, entropy in zip(active, *samples, strict=True):
-                self._append_token(row, token, logprob, entropy)
-            if self._on_tokens is not None:
-                self._on_tokens(len(active))
+            self._sample(active, logits_BV)
             running = []
             for index, row in enumerate(active):
                 if row.reason is None:
@@ -707,9 +701,3 @@ def describe_path(language_model: LanguageModel, name: str) -> str:
     if unused := language_model.unused:
         line += f"; it has no place for {plural(len(unused), 'weight')} of its files, such as {unused[0]}"
     return line
-
-
-def _cuts(requests: Sequence[Request]) -> dict[str, list[Cut]]:
-    """The argument ``cuts`` of :func:`sample`, if a request has one."""
-    cuts = [(request.top_k, request.top_p) for request in requests]
-    return {"cuts": cuts} if any(request.top_k or request.top_p for request in requests) else {}
