@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--max-steps", type=int, default=3)
+    parser.add_argument("--max-steps", type=int, default=2)
     parsed = parser.parse_args(arguments)
     rows = [json.loads(line) for line in parsed.file.read_text(encoding="utf-8").splitlines()]
     rows = [row for row in rows if 1 <= len(_CALCULATION.findall(row["answer"])) <= parsed.max_steps]
