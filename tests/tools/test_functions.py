@@ -4,6 +4,7 @@ import asyncio
 import datetime
 import enum
 import functools
+import inspect
 import json
 import re
 import uuid
@@ -28,7 +29,7 @@ from outrider.testing import check_tool
 from outrider.tokens.call_formats import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema, usage_line
 from outrider.tools.functions import FunctionTool, tool_class
-from outrider.types import Json, Task, ToolCall
+from outrider.types import Json, Message, Task, ToolCall
 from tests.tool_episodes import tool_factory
 
 
@@ -1144,3 +1145,30 @@ def test_one_registry_for_text_and_arguments() -> None:
     assert tools.call_key(ToolCall(name="add", arguments=item)) == tools.call_key(
         ToolCall(name="add", arguments=other)
     )
+
+
+def test_an_argument_that_a_decorator_fills_in_is_not_in_the_schema() -> None:
+    def look(where: str, context: str) -> str:
+        """Look somewhere.
+
+        Args:
+            where: the place
+            context: what the decorator knows
+        """
+        return f"{context}: {where}"
+
+    @functools.wraps(look)
+    def filled(where: str) -> str:
+        return look(where, "home")
+
+    filled.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("where", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str)]
+    )
+    assert list(tool_class(filled).schema["parameters"]["properties"]) == ["where"]
+
+
+def test_a_text_that_is_a_member_of_an_enum_is_its_value() -> None:
+    class Seen(str, enum.Enum):  # noqa: UP042 - its str() differs from that of StrEnum
+        NORTH = "a door to the north"
+
+    assert Message(role="user", content=Seen.NORTH).content == "a door to the north"

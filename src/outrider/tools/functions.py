@@ -116,7 +116,10 @@ def _try_transformers_schema(function: Callable[..., Any], name: str) -> ToolSch
     except Exception:  # unusual hints raise arbitrary exceptions; the other parser reports the reason
         return None
     parameters: dict[str, Any] = dict(schema.get("parameters") or {})
-    parameters.setdefault("properties", {})
+    # A decorator may have removed an argument that the hints and the docstring of the function still have.
+    known = inspect.signature(function).parameters
+    properties = parameters.get("properties", {})
+    parameters["properties"] = {key: value for key, value in properties.items() if key in known}
     return {"name": name, "description": schema["description"], "parameters": parameters}
 
 
