@@ -157,8 +157,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any:
     """Decode what pyarrow's conversion to Python leaves encoded, at any depth of a value of the Arrow type
     ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values, and decodes them itself) and
-    float32 numbers, which get the value of their shortest text (5.1, not 5.099999904632568). Raises
-    ValueError for damaged JSON.
+    float16 and float32 numbers, which get the value of their shortest text (5.1, not 5.099999904632568).
+    Raises ValueError for damaged JSON.
     """
     if not _is_encoded(kind):
         return value
@@ -174,6 +174,8 @@ def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any
             return value if is_json_decoded else json.loads(value)
         if pa.types.is_float32(kind):
             return float(str(np.float32(value)))
+        if pa.types.is_float16(kind):
+            return float(str(np.float16(value)))
         if isinstance(kind, pa.BaseExtensionType):
             return decode(value, kind.storage_type)
         if pa.types.is_dictionary(kind):
@@ -191,8 +193,8 @@ def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any
 
 @lru_cache(maxsize=256)
 def _is_encoded(kind: Any) -> bool:
-    """Whether an Arrow type contains JSON text or float32 numbers."""
-    return re.search(r"\bfloat\b|arrow\.json", str(kind)) is not None
+    """Whether an Arrow type contains JSON text, or numbers in less than 64 bits."""
+    return re.search(r"\b(half)?float\b|arrow\.json", str(kind)) is not None
 
 
 def _unreadable(table: Any) -> list[str]:

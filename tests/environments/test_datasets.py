@@ -5,6 +5,7 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -270,10 +271,10 @@ def test_numbers_are_written_as_a_policy_writes_them(
         "0.00001", "10000000000000000", "5.0", "-0.00000025", "12", "1e+300"
     ]  # fmt: skip
     path = tmp_path / "single.parquet"
-    single = pa.array([5.1, None, 0.1], pa.float32())
-    pq.write_table(pa.table({"question": ["q", "r", "s"], "a.b": single, "x": [1, 2, 3]}), path)
-    rows = read_rows(path)
-    assert [row.get("a.b") for row in rows] == [5.1, None, 0.1]
+    for kind in (pa.float32(), pa.float16()):
+        numbers = pa.array(np.array([5.1, 0.1], kind.to_pandas_dtype()), kind)
+        pq.write_table(pa.table({"question": ["q", "r"], "a.b": numbers, "x": [1, 2]}), path)
+        assert [row.get("a.b") for row in read_rows(path)] == [5.1, 0.1]
     large = write(tmp_path, json.dumps({"question": "q", "answer": 10**400}) + "\n")
     assert load_tasks(large)[0].answers == ("1" + "0" * 400,)
     assert not caplog.records
