@@ -340,7 +340,7 @@ class RunDirectory:
         return run, run._extended
 
     def commit(self) -> None:
-        """Write the changed settings of a resumed run; called after its set-up has succeeded."""
+        """Write the changed settings of a resumed run; called when nothing can refuse them any more."""
         if self._extended is not None:
             replace_file(self.path / "config.toml", _as_toml(self._extended))
 
