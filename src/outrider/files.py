@@ -8,10 +8,13 @@ import os
 import secrets
 import shutil
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+from outrider.errors import DataError
 
 TEMPORARY = "*.tmp"
 """Pattern of the files that a killed process can leave behind."""
@@ -247,6 +250,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, also with a byte order mark. Raises OSError, and DataError for invalid TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # those of numbers and dates are raised unchanged
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 # --- Files with one JSON object per line, which grow during a run; a kill may truncate the last line ---

@@ -1,13 +1,13 @@
 """A run directory for analysis: settings, and metrics, evaluations and traces as Arrow tables
 (``.to_pandas()`` needs pandas)."""
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
+from outrider.files import read_toml
 from outrider.viewer.run_reader import read_records, task_evaluation_message
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The stored resolved recipe, which can be read without the run's plug-ins."""
-        return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+        return read_toml(self.path / "config.toml")
 
     @property
     def settings(self) -> "RunSettings":

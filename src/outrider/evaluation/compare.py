@@ -1,7 +1,6 @@
 """The runs of a comparison: their costs, rewards and evaluations, read from disk."""
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -29,6 +28,7 @@ from outrider.evaluation.statistics import (
     seeds_p,
     verdict,
 )
+from outrider.files import read_toml
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import plural
 from outrider.protocols import differing_points
@@ -129,7 +129,7 @@ def load_run(path: Path, name: str) -> ComparedRun:
         if data.config.get("evaluation.num_trials", "0") == "0"
         else tuple(evaluation for evaluation in data.main_evaluations if evaluation.interval),
         notes=tuple(notes),
-        record=tomllib.loads((path / "config.toml").read_text(encoding="utf-8")),
+        record=read_toml(path / "config.toml"),
     )
 
 

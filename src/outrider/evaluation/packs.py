@@ -38,7 +38,7 @@ from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
-from outrider.files import json_value, replacing_folder, whole_lines
+from outrider.files import json_value, read_toml, replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.printing import plural, score
 from outrider.protocols import run_difference
@@ -523,10 +523,7 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     Raises DataError for a recipe that cannot be read, and PackError where the machine's folders are still in
     what was copied.
     """
-    try:
-        recipe = tomllib.loads((source / "config.toml").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{source / 'config.toml'} cannot be read: {error}") from error
+    recipe = read_toml(source / "config.toml")
     if not isinstance(recipe.get("evaluation"), dict):  # an empty file is TOML too
         raise DataError(
             f"{source / 'config.toml'} is no resolved recipe of a run: it has no table evaluation"
@@ -568,7 +565,7 @@ def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
         if newest := _checkpoints(folder)[-1:]:
             checkpoints.add((name, newest[0].name))
         config = pack / "runs" / name / "config.toml"
-        if config.is_file() and (start := packed_start(tomllib.loads(config.read_text(encoding="utf-8")))):
+        if config.is_file() and (start := packed_start(read_toml(config))):
             checkpoints.add(start)
     for name, checkpoint in sorted(checkpoints):
         _write_checkpoint(
@@ -797,8 +794,8 @@ def _find_rule(folder: Path, stated: str | None) -> str:
 def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
     """The checkpoint of an evaluation of tasks, as settings of a run; None if it was not recorded."""
     try:
-        settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        settings = read_toml(folder / SETTINGS)
+    except (OSError, DataError):
         return None
     if settings.get("endpoint"):
         return {"endpoint": "given"}

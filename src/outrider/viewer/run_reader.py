@@ -339,8 +339,8 @@ def finite(value: object) -> float | None:
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """The configuration for display and for comparing runs (:class:`RunData`)."""
     try:
-        with path.open("rb") as stream:
-            flat = dict(flatten(tomllib.load(stream)))
+        # its errors, unlike those of read_toml, name no folder of this machine
+        flat = dict(flatten(tomllib.loads(path.read_text(encoding="utf-8-sig"))))
         return {key: _portable(value) for key, value in flat.items()}, {k: str(v) for k, v in flat.items()}
     except FileNotFoundError:
         notes.append("config.toml is missing")
