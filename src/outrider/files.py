@@ -222,10 +222,12 @@ def remove_leftovers(directory: Path, *, is_only_writer: bool = False) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a file, created if missing, and force it to disk. Raises OSError, also for a link."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Append lines to a file, created if missing, and force it to disk. Raises OSError, also for a link."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        append_bytes(descriptor, content)
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line, by a kill
+        append_bytes(descriptor, b"\n" * is_torn + content)
     finally:
         os.close(descriptor)
 

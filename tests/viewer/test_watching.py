@@ -248,6 +248,8 @@ def test_a_summary_of_one_of_everything_has_no_plurals(tmp_path: Path) -> None:
     for part in ("1 step in", "1 evaluation in", "1 alarm, of 1 step; the last:"):
         assert part in text
     assert one_line_summary(run) == "grpo on tools, 1 of 1 step"
+    (run / NOTES).write_text('{"step": null, "text": "ALARM: of the set-up"}\n' * 2)
+    assert "1 alarm; the last:" in "\n".join(summary_lines(run))
 
 
 def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 from outrider.config import flatten
 from outrider.engines.base import sampling_truncation
 from outrider.errors import DataError
-from outrider.files import is_locked, parsed, readable, whole_lines
+from outrider.files import append, is_locked, parsed, readable, whole_lines
 from outrider.printing import is_graded, plural
 from outrider.rollout.evaluate import evaluation_label
 from outrider.types import Json
@@ -114,8 +114,7 @@ class RecordedProgress(Progress):
         self._inner.close()
 
     def _append(self, line: str) -> None:
-        with (self._run / NOTES).open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        append(self._run / NOTES, (line + "\n").encode())
 
     def _write(self) -> None:
         self._last_write = self._clock()
@@ -450,9 +449,13 @@ def read_notes(run: Path) -> list[dict[str, Any]]:
 
 
 def read_alarms(run: Path) -> list[dict[str, Any]]:
-    """The notes that are warnings, with their step (None: before training) and time, in order."""
-    return [
-        {"step": note.get("step"), "time": note.get("time"), "text": text}
-        for note in read_notes(run)
-        if is_alarm(text := str(note["text"]))
-    ]
+    """The notes that are warnings, with their step (None: before training) and time, in order. Of those that
+    a resumed run repeats, the last one counts.
+    """
+    alarms: dict[tuple[Any, str], dict[str, Any]] = {}
+    for note in read_notes(run):
+        if is_alarm(text := str(note["text"])):
+            key = note.get("step"), text
+            alarms.pop(key, None)
+            alarms[key] = {"step": key[0], "time": note.get("time"), "text": text}
+    return list(alarms.values())

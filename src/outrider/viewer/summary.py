@@ -2,7 +2,6 @@
 
 import platform
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -134,8 +133,9 @@ def cluster_lines(data: RunData) -> Iterator[str]:
 def _alarm_lines(run: Path) -> Iterator[str]:
     alarms = read_alarms(run)
     if alarms:
-        steps = Counter(alarm["step"] for alarm in alarms)
-        yield f"{plural(len(alarms), 'alarm')}, of {plural(len(steps), 'step')}; the last:"
+        steps = {alarm["step"] for alarm in alarms} - {None}
+        of_steps = f", of {plural(len(steps), 'step')}" if steps else ""
+        yield f"{plural(len(alarms), 'alarm')}{of_steps}; the last:"
     for alarm in alarms[-_NUM_ALARMS:]:
         prefix = (
             ""
