@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
 from outrider.files import read_toml
-from outrider.viewer.run_reader import read_records, task_evaluation_message
+from outrider.viewer.run_reader import numbered_checkpoints, read_records, task_evaluation_message
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,7 +54,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        return [path for _, path in numbered_checkpoints(self.path / "checkpoints")]
 
     def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
         """One row per step and one column per metric (docs/metrics.md); null if the metric was undefined."""

@@ -33,7 +33,7 @@ from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import plural
 from outrider.protocols import differing_points
 from outrider.viewer.configuration import algorithm_name, comparable, digest, is_trained
-from outrider.viewer.run_reader import Evaluation, RunData, read_run
+from outrider.viewer.run_reader import Evaluation, RunData, numbered_checkpoints, read_run
 
 # axes of curves, and the metrics of a step that are summed for them
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -499,10 +499,10 @@ def checkpoint_rule(settings: Mapping[str, str]) -> str | None:
         return "final"
     if start == "none":
         return "none"
-    checkpoints = sorted(path.name for path in Path(start).parent.glob("step-*"))
-    if Path(start).name not in checkpoints:
+    checkpoints = numbered_checkpoints(Path(start).parent)
+    if not checkpoints or not Path(start).is_dir():
         return None
-    return "final" if Path(start).name == checkpoints[-1] else "chosen"
+    return "final" if Path(start).name == checkpoints[-1][1].name else "chosen"
 
 
 def _chosen_checkpoints(runs: Sequence[ComparedRun]) -> list[str]:

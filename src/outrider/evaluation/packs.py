@@ -44,7 +44,7 @@ from outrider.printing import plural, score
 from outrider.protocols import run_difference
 from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
 from outrider.viewer.configuration import is_trained
-from outrider.viewer.run_reader import finite
+from outrider.viewer.run_reader import CHECKPOINT, finite, numbered_checkpoints
 
 FORMAT: Final = "outrider pack 2"
 MANIFEST: Final = "manifest.json"
@@ -509,7 +509,6 @@ def write_eval_tasks_run(source: Path, target: Path) -> None:
 
 WEIGHTS: Final = "masters.safetensors"
 _STATE: Final = "state.json"
-_CHECKPOINT: Final = re.compile(r"step-(\d+)")
 
 
 def pack_name(name: str) -> str:
@@ -576,7 +575,7 @@ def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
 def packed_start(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
     """(run, checkpoint) of the pack that a training starts from; None for another start."""
     match = re.fullmatch(
-        rf"{PACK_PREFIX}([^/]+)/checkpoints/({_CHECKPOINT.pattern})",
+        rf"{PACK_PREFIX}([^/]+)/checkpoints/({CHECKPOINT.pattern})",
         str(recipe.get("model", {}).get("initial_checkpoint")),
     )
     return None if match is None else (match[1], match[2])
@@ -614,8 +613,7 @@ def _versions(folder: Path) -> dict[str, str]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Ascending by step."""
-    paths = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+    return [path for _, path in numbered_checkpoints(folder / "checkpoints")]
 
 
 # Tables of a pack: scores and intervals recomputed from single tasks, and costs. Packing writes them as
@@ -803,7 +801,7 @@ def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
     start = Path(str(model.get("initial_checkpoint") or model.get("name")))
     if newest := _checkpoints(start)[-1:]:  # a run directory stands for its newest checkpoint
         start = newest[0]
-    is_checkpoint = _CHECKPOINT.fullmatch(start.name) is not None
+    is_checkpoint = bool(model.get("initial_checkpoint")) or start.parent.name == "checkpoints"
     return {"train.num_steps": "0", "model.initial_checkpoint": str(start) if is_checkpoint else "none"}
 
 

@@ -30,6 +30,7 @@ from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
 
 LIVE: Final = "live.json"
 NOTES: Final = "notes.jsonl"
+CHECKPOINT: Final = re.compile(r"step-(\d+)")
 _EVERY_S: Final = 1.0
 _STEP: Final = re.compile(r"\bstep (\d+)\b")
 _log = logging.getLogger(__name__)
@@ -306,6 +307,14 @@ def read_run(run_dir: Path) -> RunData:
         evaluations=tuple(evaluation for evaluation in evaluations if evaluation is not None),
         notes=tuple(notes),
     )
+
+
+def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of checkpoints, ascending; without files, and folders of other names, such as copies
+    that a user made.
+    """
+    matches = ((CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
