@@ -945,6 +945,18 @@ def test_copies_of_checkpoints_are_no_checkpoints(tmp_path: Path) -> None:
     assert {rule(name) for name in ("step-999999", *copies)} == {"chosen"}
 
 
+def test_an_adaptation_with_fewer_trials_than_planned_has_a_note(tmp_path: Path) -> None:
+    runs = [tmp_path / "tips", tmp_path / "reflexion"]
+    for run in runs:
+        trials = ("train.num_steps = 0", "evaluation.num_trials = 3", f'evaluation.memory = "{run.name}"')
+        write_config(run, settings=trials)
+        for _ in range(2):
+            write_evaluation(run, 0, dict.fromkeys(TASKS, 1.0))
+    said = notes(compare(runs))
+    assert "tips made 2 of 3 trials" in said
+    assert not any("reflexion made" in note for note in said)  # every task is solved
+
+
 def test_the_scoring_of_options_is_named_with_the_scores(tmp_path: Path) -> None:
     """With the released scoring, some goals are impossible: a score below 1 may be the best one."""
     runs = [

@@ -755,6 +755,7 @@ def verify(pack: Path) -> Verified:
 FINAL_STEP: Final = "final step"
 LAST_EVALUATION: Final = "last evaluation of an unfinished training"
 LAST_CHECKPOINT: Final = "last checkpoint of its training"
+LAST_TRIAL: Final = "last trial of an unfinished adaptation"
 NOT_TRAINED: Final = "the model itself, no training"
 SERVED: Final = "the model that an endpoint served, its training unknown"
 
@@ -777,6 +778,8 @@ def _find_rule(folder: Path, stated: str | None) -> str:
         run = load_run(folder, folder.name)
         if is_trained(run.settings):
             return trained_rule(folder, folder.name)
+        if run.evaluations and unfinished(run):
+            return stated or LAST_TRIAL
         settings = run.settings
     rule = None if settings is None else checkpoint_rule(settings)
     if rule in ("final", "none"):

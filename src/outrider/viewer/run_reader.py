@@ -12,7 +12,7 @@ import platform
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -245,14 +245,30 @@ class RunData:
 
     @property
     def is_done(self) -> bool:
-        """Whether the steps of the recipe are recorded, or fewer that spent the token budget. A run without
-        steps is done when its cold start, or else its model, has been evaluated.
+        """Whether the steps of the recipe are recorded, or fewer that spent the token budget, and then an
+        evaluation on the last evaluation set. A run without steps is done when its cold start, or else its
+        model, has been evaluated in this way, and an adaptation after its last trial.
         """
         num_steps = self.config.get("train.num_steps", "")
-        if num_steps == "0":
-            labels = [evaluation.label for evaluation in self.main_evaluations]
-            return "after cold start" in labels if is_trained(self.config) else bool(labels)
-        return self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))
+        if not (self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))):
+            return False
+        if not self.evaluations:  # if it evaluates at its start, there are no tasks to evaluate on
+            return num_steps != "0" and self.config.get("evaluation.at_start") != "False"
+        last = self.evaluations[-1]
+        if num_steps == "0" and is_trained(self.config) and last.label != "after cold start":
+            return False
+        # the name of the last set, in the text of the list; sets are evaluated in order
+        last_set = self.settings.get("evaluation.panels", "[]").rpartition("'name': ")[2]
+        return (
+            last.step >= self.num_steps
+            and (last_set == "[]" or last_set.startswith(repr(last.panel)))
+            and not pending_trials(self.config, self.main_evaluations)
+        )
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether this is an adaptation (``outrider eval --adapt``), which cannot be resumed."""
+        return self.config.get("evaluation.num_trials", "0") != "0"
 
     @property
     def is_budget_spent(self) -> bool:
@@ -273,6 +289,15 @@ class RunData:
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
         return math.fsum(value for _, value in self.curve(kind, name) if value is not None)
+
+
+def pending_trials(config: Mapping[str, str], trials: Sequence[Evaluation]) -> int:
+    """Number of trials that an adaptation has not made; Reflexion ends when every task is solved."""
+    num_trials = config.get("evaluation.num_trials", "0")
+    is_solved = bool(trials) and trials[-1].score == 1.0 and not trials[-1].num_faults
+    if not num_trials.isdecimal() or (is_solved and config.get("evaluation.memory") == "reflexion"):
+        return 0
+    return max(0, int(num_trials) - len(trials))
 
 
 def run_status(run: Path, data: RunData) -> Literal["running", "finished", "stopped", "not started"]:
