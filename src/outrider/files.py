@@ -8,10 +8,13 @@ import os
 import secrets
 import shutil
 import tempfile
+import tomllib
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Final
+
+from outrider.errors import DataError
 
 TEMPORARY = "*.tmp"
 """Pattern of the files that a killed process can leave behind."""
@@ -219,10 +222,12 @@ def remove_leftovers(directory: Path, *, is_only_writer: bool = False) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Append to a file, created if missing, and force it to disk. Raises OSError, also for a link."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    """Append lines to a file, created if missing, and force it to disk. Raises OSError, also for a link."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        append_bytes(descriptor, content)
+        size = os.fstat(descriptor).st_size
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # the last line, by a kill
+        append_bytes(descriptor, b"\n" * is_torn + content)
     finally:
         os.close(descriptor)
 
@@ -247,6 +252,14 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, also with a byte order mark. Raises OSError, and DataError for invalid TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # those of numbers and dates are raised unchanged
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 # --- Files with one JSON object per line, which grow during a run; a kill may truncate the last line ---

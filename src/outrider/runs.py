@@ -1,14 +1,14 @@
 """A run directory for analysis: settings, and metrics, evaluations and traces as Arrow tables
 (``.to_pandas()`` needs pandas)."""
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outrider.errors import DataError
-from outrider.viewer.run_reader import read_records, task_evaluation_message
+from outrider.files import read_toml
+from outrider.viewer.run_reader import numbered_checkpoints, read_records, task_evaluation_message
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +42,7 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The stored resolved recipe, which can be read without the run's plug-ins."""
-        return tomllib.loads((self.path / "config.toml").read_text(encoding="utf-8"))
+        return read_toml(self.path / "config.toml")
 
     @property
     def settings(self) -> "RunSettings":
@@ -54,7 +54,7 @@ class Run:
     @property
     def checkpoints(self) -> list[Path]:
         """Checkpoint folders, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        return [path for _, path in numbered_checkpoints(self.path / "checkpoints")]
 
     def metrics(self, kind: Literal["train", "sft", "eval"] = "train") -> "pa.Table":
         """One row per step and one column per metric (docs/metrics.md); null if the metric was undefined."""

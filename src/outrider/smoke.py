@@ -22,6 +22,7 @@ from outrider.files import first_folder
 from outrider.memory.step_store import check_file
 from outrider.training.run_dir import RECORD
 from outrider.training.settings import RunSettings
+from outrider.viewer.run_reader import numbered_checkpoints
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -316,8 +317,8 @@ def smoke_checkpoint(checkpoint: str, names: SmokeAssets) -> str | None:
         return checkpoint
     if f'name = "{names.model}"' not in (run / RECORD).read_text(encoding="utf-8"):
         return None
-    checkpoints = sorted(Path(checkpoint).parent.glob("step-*"))
-    return str(checkpoints[-1]) if checkpoints else checkpoint
+    checkpoints = numbered_checkpoints(Path(checkpoint).parent)
+    return str(checkpoints[-1][1]) if checkpoints else checkpoint
 
 
 def _buffer(settings: RunSettings, names: SmokeAssets) -> dict[str, Any]:

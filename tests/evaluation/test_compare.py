@@ -17,9 +17,20 @@ import pytest
 from rich.console import Console
 
 from outrider.errors import ConfigError, DataError, OutriderError
-from outrider.evaluation.compare import AXES, STEPS, Comparison, Curves, Incomparable, Pair, compare
+from outrider.evaluation.compare import (
+    AXES,
+    STEPS,
+    Comparison,
+    Curves,
+    Incomparable,
+    Pair,
+    checkpoint_rule,
+    compare,
+)
 from outrider.evaluation.compare_report import compare_runs, html_page, markdown_page, notes, tables, verdicts
 from outrider.metrics import MetricsWriter
+from outrider.runs import Run
+from outrider.smoke import SmokeAssets, smoke_checkpoint
 
 HOSTILE = "<script>alert(1)</script>|x"
 PANEL = {"split": "test", "temperature": 0.0, "panel_hash": "9f2c" * 16}
@@ -913,6 +924,37 @@ def test_a_chosen_checkpoint_is_not_compared_with_a_final_step(tmp_path: Path) -
     assert compare([evaluated(tmp_path / "last", last), trained]).conditions is not None
     comparison = compare([chosen, tmp_path / "last"])
     assert "chosen: step-000090 is not the last checkpoint of its training" in notes(comparison)
+
+
+def test_copies_of_checkpoints_are_no_checkpoints(tmp_path: Path) -> None:
+    """A copy of another one (``step-best``) was the last checkpoint of its training."""
+    *_, last = with_checkpoints(tmp_path, 999_999, 1_000_000)
+    folder = Path(last).parent
+    copies = ["step-999999-backup", "step-best", "best"]
+    for name in copies:
+        (folder / name).mkdir()
+    assets = SmokeAssets(tmp_path / "assets")
+    (tmp_path / "config.toml").write_text(f'name = "{assets.model}"')
+    assert [path.name for path in Run(tmp_path).checkpoints] == ["step-999999", "step-1000000"]
+    assert smoke_checkpoint(str(folder / "step-best"), assets) == last
+
+    def rule(name: str) -> str | None:
+        return checkpoint_rule({"train.num_steps": "0", "model.initial_checkpoint": str(folder / name)})
+
+    assert rule("step-1000000") == "final" and rule("gone") is None
+    assert {rule(name) for name in ("step-999999", *copies)} == {"chosen"}
+
+
+def test_an_adaptation_with_fewer_trials_than_planned_has_a_note(tmp_path: Path) -> None:
+    runs = [tmp_path / "tips", tmp_path / "reflexion"]
+    for run in runs:
+        trials = ("train.num_steps = 0", "evaluation.num_trials = 3", f'evaluation.memory = "{run.name}"')
+        write_config(run, settings=trials)
+        for _ in range(2):
+            write_evaluation(run, 0, dict.fromkeys(TASKS, 1.0))
+    said = notes(compare(runs))
+    assert "tips made 2 of 3 trials" in said
+    assert not any("reflexion made" in note for note in said)  # every task is solved
 
 
 def test_the_scoring_of_options_is_named_with_the_scores(tmp_path: Path) -> None:

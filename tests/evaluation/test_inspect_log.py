@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import outrider
 from outrider.cli import main
-from outrider.errors import ConfigError
+from outrider.errors import ConfigError, DataError
 from outrider.evaluation.inspect_log import (
     LoggedEvaluation,
     LoggedMessage,
@@ -87,6 +87,14 @@ def test_a_run_s_evaluation_has_every_rollout_with_its_messages_and_scores(run: 
         assert sum(said.role == "assistant" for said in one.messages) == row["num_turns"]
         assert sum(len(said.tools) for said in one.messages) == row["num_calls"]
     assert len({(one.task_key, one.epoch) for one in found.rollouts}) == len(rows)
+    config = run / "config.toml"
+    text = config.read_text()
+    config.write_text(text, encoding="utf-8-sig")
+    assert load_run_evaluation(run) == found
+    config.write_text("seed = = 1")
+    with pytest.raises(DataError, match=r"config\.toml cannot be read"):
+        load_run_evaluation(run)
+    config.write_text(text)
     line = outrider.load_run(run).evaluations().to_pylist()[1]
     assert found.panel_hash == line["panel_hash"] and found.summary["mean"] == line["score.value"]
     assert found.metadata["recipe"] == (run / "config.toml").read_text()

@@ -13,7 +13,7 @@ import pytest
 from outrider.errors import BufferCorrupt, ConfigError, DataError
 from outrider.memory.embedders import HashEmbedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import StepFilter
+from outrider.memory.step_store import StepFilter, copy_database
 from tests.memory.builders import make_trajectory
 
 WRITER = """
@@ -39,6 +39,22 @@ def build(path: Path, num: int = 30) -> Path:
 
 def open_reader(path: Path) -> StepTraceBuffer:
     return StepTraceBuffer(path, HashEmbedder(), mode="read")
+
+
+def test_a_buffer_in_a_folder_that_is_not_writable_can_be_read_and_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of a write-ahead log creates files beside the database, even if there is no log."""
+    path = build(tmp_path / "read-only" / "buffer.sqlite")
+    monkeypatch.setattr("outrider.memory.step_store.os.access", lambda path, mode: False)
+    with open_reader(path) as buffer:
+        assert buffer.revision == 1
+        assert not list(path.parent.glob("*-shm"))
+    copy_database(path, tmp_path / "copy.sqlite")
+    with StepTraceBuffer(path, HashEmbedder(), mode="write") as writer:  # its log is read too
+        writer.add_trajectories([make_trajectory("new", task="new", num_steps=4)])
+        with open_reader(path) as buffer:
+            assert buffer.revision == 2
 
 
 def test_kill_while_writing_loses_at_most_the_open_batch(tmp_path: Path) -> None:

@@ -1,18 +1,22 @@
 """Where the points of a protocol are printed: comparisons, reports, cards and packs."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from outrider.cli import main
+from outrider.commands.protocol import find_difference
 from outrider.config import to_toml
-from outrider.errors import ConfigError
-from outrider.evaluation.compare import compare
+from outrider.errors import ConfigError, DataError
+from outrider.evaluation.compare import compare, load_run
 from outrider.evaluation.compare_report import html_page, markdown_page
 from outrider.evaluation.hub import find_base, model_card
 from outrider.evaluation.packs import make_pack, verify
+from outrider.evaluation.tasks import config_of_run
 from outrider.protocols import find_protocol, nested_settings, run_difference
+from outrider.runs import Run
 from outrider.training.settings import RunSettings
 from outrider.viewer.report import write_report
 from outrider.viewer.run_reader import read_run
@@ -97,6 +101,28 @@ def test_record_of_another_version_of_a_protocol(tmp_path: Path) -> None:
     assert run_difference(file) is None
     with pytest.raises(ConfigError, match="unknown protocol"):
         run_difference(file, "removed-since")
+
+
+def test_record_that_was_edited_by_hand(tmp_path: Path) -> None:
+    """A byte order mark is skipped, and a typing error is an error of one line."""
+    run = make_run(tmp_path / "run", settings=[f'protocol = "{NAME}"'])
+    file = run / "config.toml"
+    readers: list[Callable[[], object]] = [
+        lambda: run_difference(file),
+        lambda: find_difference(str(run), NAME),
+        lambda: Run(run).config,
+        lambda: load_run(run, "run").record,
+        lambda: config_of_run(str(run)),
+    ]
+    text, values = file.read_text(), [read() for read in readers]
+    assert None not in values
+    file.write_text(text, encoding="utf-8-sig")
+    assert [read() for read in readers] == values
+    file.write_text(f"{text}seed = = 1\n")
+    for read in readers[:-1]:
+        with pytest.raises(DataError, match=r"config\.toml"):
+            read()
+    assert readers[-1]() is None
 
 
 def test_pack_contains_the_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
 from outrider.training.settings import RunSettings
 from outrider.viewer.records import TraceReader
 from tests.training.short_runs import begin, records, resume
+from tests.training.short_runs import content as whole_content
 from tests.training.tool_run import write_tool_run
 
 OF_THE_MACHINE = re.compile(r'"((time|speed)/[a-z_]+|[a-z]+/peak_rss)": [^,}]+')
@@ -117,6 +119,34 @@ def test_an_extended_run_that_is_killed_continues_with_its_new_length(
     assert "num_steps = 3" in (ended / "config.toml").read_text()
     assert train(ended, "train.num_steps=3") == 0  # what it has already: the same command does no harm
     assert "this run is finished: 3 of 3 steps" in capsys.readouterr().out
+
+
+def test_an_extension_that_is_killed_in_its_second_step_keeps_the_evaluation_of_the_shorter_run(
+    ended: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, record = ended / "config.toml", trainer.Trainer._record
+    file.write_text(file.read_text().replace("checkpoint_every = 1", "checkpoint_every = 5"))
+
+    def killed(self: trainer.Trainer, *arguments: Any) -> None:
+        record(self, *arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer.Trainer, "_record", killed)
+    for _ in range(2):  # the second one cuts the records of step 3
+        assert train(ended, "train.num_steps=6", "evaluation.every=0") == 130
+        assert labels(ended) == [("before training", 0), ("step 2", 2)]
+        assert [one["step"] for one in records(ended)] == [1, 2, 3]
+        assert [one["step"] for one in records(ended, "eval")] == [0, 2]
+
+
+def test_a_refused_resume_does_not_change_the_length(
+    ended: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = whole_content(ended)
+    monkeypatch.setattr("outrider.training.resume.hash_tasks", lambda tasks: "of other data")
+    assert train(ended, "train.num_steps=5") == 1
+    assert "tasks are not those that this run began with" in capsys.readouterr().err
+    assert whole_content(ended) == before
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.viewer.progress import Progress
-from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_alarms
+from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_alarms, read_notes
 
 
 class Told(Progress):
@@ -51,6 +51,27 @@ def test_notes_have_the_step_that_they_name(tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [None, 7, 4, 3]
     assert [line["text"] for line in lines] == inner.notes
     assert [one["step"] for one in read_alarms(tmp_path)] == [None, 7, 4]
+
+
+def test_an_alarm_that_a_resumed_run_repeats_is_read_once(tmp_path: Path) -> None:
+    notes = [
+        ("ALARM: low", 3, 1.0),
+        ("ALARM: low", 4, 2.0),
+        ("ALARM: low", 3, 3.0),
+        ("ALARM: all lost", 3, 4.0),
+    ]
+    lines = [json.dumps({"text": text, "step": step, "time": time}) + "\n" for text, step, time in notes]
+    (tmp_path / NOTES).write_text("".join(lines))
+    assert [(one["step"], one["time"]) for one in read_alarms(tmp_path)] == [(4, 2.0), (3, 3.0), (3, 4.0)]
+
+
+def test_the_first_note_after_a_torn_one_is_read(tmp_path: Path) -> None:
+    (tmp_path / NOTES).write_text('{"text": "whole"}\n{"text": "to')
+    shown = RecordedProgress(Progress(), tmp_path)
+    shown.stage("train", 9)
+    shown.note("continuing from step 3")
+    shown.note("step 4")
+    assert [note["text"] for note in read_notes(tmp_path)] == ["whole", "continuing from step 3", "step 4"]
 
 
 def test_every_alarm_and_nothing_else_is_passed_on_with_its_step(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from outrider import cli
 from outrider.commands import watch as following
+from outrider.errors import ConfigError
 from outrider.files import FileLock
+from outrider.training.run_dir import require_free
 from outrider.viewer import summary as run_summary
 from outrider.viewer.progress import PlainProgress, Progress
 from outrider.viewer.run_reader import LIVE, NOTES, RecordedProgress, read_run
@@ -104,6 +106,11 @@ IMITATION = "train.num_steps = 0\ncold_start.num_examples = 4\n"
     [
         ("train.num_steps = 2\n", STEPS, (), "finished", "grpo on tools, 2 of 2 steps"),
         ("train.num_steps = 3\n", STEPS, (), "stopped", "grpo on tools, 2 of 3 steps"),
+        ("train.num_steps = 2\n", STEPS, ("before training",), "stopped", "grpo on tools, 2 of 2 steps"),
+        (
+            "train.num_steps = 2\nevaluation.at_start = false\n", STEPS, (), "stopped",
+            "grpo on tools, 2 of 2 steps",
+        ),
         (
             "train.num_steps = 99\ntrain.max_policy_tokens = 80\n", STEPS, (), "finished",
             "grpo on tools, 2 steps until the token budget was spent",
@@ -132,6 +139,37 @@ def test_a_run_is_finished_if_nothing_is_left_to_do(
     assert head.startswith(f"{run}: {status}")
     assert ("train --resume" in head) == (status != "finished")
     assert ("start with" in head) == (status == "not started")
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_is_finished_after_its_last_evaluation_set(tmp_path: Path, steps: int) -> None:
+    panels = 'evaluation.panels = [{ name = "near", split = "test" }, { name = "it\'s far" }]\n'
+    config = f"train.num_steps = {steps}\n{panels}"
+    run = write_folder(tmp_path / "run", config, STEPS[:steps], ("after", "after"))
+    file = run / "evaluations.jsonl"
+    line = json.loads(file.read_text().splitlines()[0]) | {"step": steps}
+    near, far = (json.dumps(line | {"panel": name}) + "\n" for name in ("near", "it's far"))
+    for text, status in ((near, "stopped"), (near + far, "finished"), (near + far + near, "stopped")):
+        file.write_text(text)
+        assert read_snapshot(run).status == status
+
+
+@pytest.mark.parametrize(
+    ("memory", "score", "status"),
+    [("tips", "0.5", "stopped"), ("tips", "1.0", "stopped"), ("reflexion", "1.0", "finished")],
+)
+def test_an_adaptation_is_finished_after_its_trials_and_is_not_resumed(
+    tmp_path: Path, memory: str, score: str, status: str
+) -> None:
+    config = f'train.num_steps = 0\nevaluation.num_trials = 2\nevaluation.memory = "{memory}"\n'
+    run = write_folder(tmp_path / "run", config, [], ("trial 1",))
+    file = run / "evaluations.jsonl"
+    file.write_text(file.read_text().replace('"value": 0.5', f'"value": {score}'))
+    assert read_snapshot(run).lines[0] == f"{run}: {status}"
+    with pytest.raises(ConfigError, match=r"never overwritten$"):
+        require_free(run)
+    file.write_text(file.read_text() * 2)
+    assert read_snapshot(run).status == "finished"
 
 
 def test_the_log_and_watch_show_one_reward_of_a_step(run: Path) -> None:
@@ -248,6 +286,8 @@ def test_a_summary_of_one_of_everything_has_no_plurals(tmp_path: Path) -> None:
     for part in ("1 step in", "1 evaluation in", "1 alarm, of 1 step; the last:"):
         assert part in text
     assert one_line_summary(run) == "grpo on tools, 1 of 1 step"
+    (run / NOTES).write_text('{"step": null, "text": "ALARM: of the set-up"}\n' * 2)
+    assert "1 alarm; the last:" in "\n".join(summary_lines(run))
 
 
 def test_a_run_without_anything_has_a_summary(tmp_path: Path) -> None:

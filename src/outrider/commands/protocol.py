@@ -3,7 +3,6 @@
 import argparse
 import json
 import textwrap
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from outrider.commands import describe, positive
 from outrider.config import to_toml
 from outrider.errors import ConfigError
+from outrider.files import read_toml
 from outrider.printing import plural, print_lines
 from outrider.protocols import (
     Difference,
@@ -135,7 +135,7 @@ def find_difference(left: str, right: str) -> Difference:
 
 def _read_settings(path: Path) -> Mapping[str, Any]:
     if (record := path / "config.toml").is_file():
-        return tomllib.loads(record.read_text(encoding="utf-8"))
+        return read_toml(record)
     if not path.is_file():
         hint = did_you_mean(str(path), protocol_names())
         raise ConfigError(f"{path} is no run directory, no recipe and no protocol{hint}")

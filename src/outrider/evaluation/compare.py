@@ -1,7 +1,6 @@
 """The runs of a comparison: their costs, rewards and evaluations, read from disk."""
 
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -29,11 +28,12 @@ from outrider.evaluation.statistics import (
     seeds_p,
     verdict,
 )
+from outrider.files import read_toml
 from outrider.metrics import WRITTEN_TOKENS
 from outrider.printing import plural
 from outrider.protocols import differing_points
 from outrider.viewer.configuration import algorithm_name, comparable, digest, is_trained
-from outrider.viewer.run_reader import Evaluation, RunData, read_run
+from outrider.viewer.run_reader import Evaluation, RunData, numbered_checkpoints, pending_trials, read_run
 
 # axes of curves, and the metrics of a step that are summed for them
 AXES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -125,11 +125,11 @@ def load_run(path: Path, name: str) -> ComparedRun:
         costs=_costs(data, steps, notes),
         rewards=np.asarray([rewards.get(step, math.nan) for step in steps], dtype=np.float64),
         evaluations=_evaluations(data, notes),
-        trials=()
-        if data.config.get("evaluation.num_trials", "0") == "0"
-        else tuple(evaluation for evaluation in data.main_evaluations if evaluation.interval),
+        trials=tuple(evaluation for evaluation in data.main_evaluations if evaluation.interval)
+        if data.has_trials
+        else (),
         notes=tuple(notes),
-        record=tomllib.loads((path / "config.toml").read_text(encoding="utf-8")),
+        record=read_toml(path / "config.toml"),
     )
 
 
@@ -499,10 +499,10 @@ def checkpoint_rule(settings: Mapping[str, str]) -> str | None:
         return "final"
     if start == "none":
         return "none"
-    checkpoints = sorted(path.name for path in Path(start).parent.glob("step-*"))
-    if Path(start).name not in checkpoints:
+    checkpoints = numbered_checkpoints(Path(start).parent)
+    if not checkpoints or not Path(start).is_dir():
         return None
-    return "final" if Path(start).name == checkpoints[-1] else "chosen"
+    return "final" if Path(start).name == checkpoints[-1][1].name else "chosen"
 
 
 def _chosen_checkpoints(runs: Sequence[ComparedRun]) -> list[str]:
@@ -593,7 +593,9 @@ def _corrected(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def unfinished(run: ComparedRun) -> list[str]:
-    """Reasons why the last evaluation is not that of a finished training."""
+    """Reasons why the last evaluation is not that of a finished training or adaptation."""
+    if num := pending_trials(run.config, run.trials):
+        return [f"{run.name} made {len(run.trials)} of {len(run.trials) + num} trials"]
     step = run.evaluations[-1].step
     budget = run.config.get("train.max_policy_tokens", "none")
     spent = run.cost_at_step("policy tokens", run.num_steps)

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -21,6 +20,7 @@ from outrider.evaluation.grading import RETURN
 from outrider.evaluation.report import requested_samples
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, SampleResult, read_results, summarise
 from outrider.evaluation.tasks import EvalTasksSettings, load_tasks
+from outrider.files import read_toml
 from outrider.printing import plural
 from outrider.rollout.evaluate import interval
 from outrider.tokens.call_formats import get_call_format
@@ -360,8 +360,7 @@ def load_run_evaluation(run: Path, number: int | None = None) -> LoggedEvaluatio
     if not 0 <= index < len(evaluations):
         raise ConfigError(f"{run} has evaluations 0 to {len(evaluations) - 1}, not {index}")
     record = evaluations[index]
-    recipe = (run / "config.toml").read_text(encoding="utf-8")
-    config = tomllib.loads(recipe)
+    config = read_toml(run / "config.toml")
     targets, form, notes = _environment(run, record["split"])
     score = record["metric"]["score"]
     return LoggedEvaluation(
@@ -382,7 +381,7 @@ def load_run_evaluation(run: Path, number: int | None = None) -> LoggedEvaluatio
             "split": record["split"],
             "temperature": record["temperature"],
             "num_faults": record["num_faults"],
-            "recipe": recipe,
+            "recipe": (run / "config.toml").read_text(encoding="utf-8-sig"),
         },
         notes=tuple(notes),
     )
@@ -465,7 +464,7 @@ def load_tasks_evaluation(folder: Path) -> LoggedEvaluation:
         panel_hash=str(identity.get("panel_hash")),
         rollouts=tuple(_rollout(result, tasks.get(result.task_key), form) for result in results),
         summary=_summary(results),
-        metadata={"identity": identity, "recipe": (folder / SETTINGS).read_text(encoding="utf-8")},
+        metadata={"identity": identity, "recipe": (folder / SETTINGS).read_text(encoding="utf-8-sig")},
         notes=tuple(notes),
         is_complete=is_complete,
         num_requested=num_requested,

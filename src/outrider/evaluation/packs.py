@@ -38,13 +38,13 @@ from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
-from outrider.files import json_value, replacing_folder, whole_lines
+from outrider.files import json_value, read_toml, replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.printing import plural, score
 from outrider.protocols import run_difference
 from outrider.rollout.evaluate import describe_conditions, evaluation_label, interval
 from outrider.viewer.configuration import is_trained
-from outrider.viewer.run_reader import finite
+from outrider.viewer.run_reader import CHECKPOINT, finite, numbered_checkpoints
 
 FORMAT: Final = "outrider pack 2"
 MANIFEST: Final = "manifest.json"
@@ -509,7 +509,6 @@ def write_eval_tasks_run(source: Path, target: Path) -> None:
 
 WEIGHTS: Final = "masters.safetensors"
 _STATE: Final = "state.json"
-_CHECKPOINT: Final = re.compile(r"step-(\d+)")
 
 
 def pack_name(name: str) -> str:
@@ -523,10 +522,7 @@ def write_run(source: Path, target: Path, runs: Mapping[Path, str]) -> PackedRun
     Raises DataError for a recipe that cannot be read, and PackError where the machine's folders are still in
     what was copied.
     """
-    try:
-        recipe = tomllib.loads((source / "config.toml").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{source / 'config.toml'} cannot be read: {error}") from error
+    recipe = read_toml(source / "config.toml")
     if not isinstance(recipe.get("evaluation"), dict):  # an empty file is TOML too
         raise DataError(
             f"{source / 'config.toml'} is no resolved recipe of a run: it has no table evaluation"
@@ -568,7 +564,7 @@ def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
         if newest := _checkpoints(folder)[-1:]:
             checkpoints.add((name, newest[0].name))
         config = pack / "runs" / name / "config.toml"
-        if config.is_file() and (start := packed_start(tomllib.loads(config.read_text(encoding="utf-8")))):
+        if config.is_file() and (start := packed_start(read_toml(config))):
             checkpoints.add(start)
     for name, checkpoint in sorted(checkpoints):
         _write_checkpoint(
@@ -579,7 +575,7 @@ def copy_checkpoints(pack: Path, folders: Mapping[str, Path]) -> None:
 def packed_start(recipe: Mapping[str, Any]) -> tuple[str, str] | None:
     """(run, checkpoint) of the pack that a training starts from; None for another start."""
     match = re.fullmatch(
-        rf"{PACK_PREFIX}([^/]+)/checkpoints/({_CHECKPOINT.pattern})",
+        rf"{PACK_PREFIX}([^/]+)/checkpoints/({CHECKPOINT.pattern})",
         str(recipe.get("model", {}).get("initial_checkpoint")),
     )
     return None if match is None else (match[1], match[2])
@@ -617,8 +613,7 @@ def _versions(folder: Path) -> dict[str, str]:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Ascending by step."""
-    paths = [path for path in (folder / "checkpoints").glob("step-*") if _CHECKPOINT.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")))
+    return [path for _, path in numbered_checkpoints(folder / "checkpoints")]
 
 
 # Tables of a pack: scores and intervals recomputed from single tasks, and costs. Packing writes them as
@@ -760,6 +755,7 @@ def verify(pack: Path) -> Verified:
 FINAL_STEP: Final = "final step"
 LAST_EVALUATION: Final = "last evaluation of an unfinished training"
 LAST_CHECKPOINT: Final = "last checkpoint of its training"
+LAST_TRIAL: Final = "last trial of an unfinished adaptation"
 NOT_TRAINED: Final = "the model itself, no training"
 SERVED: Final = "the model that an endpoint served, its training unknown"
 
@@ -782,6 +778,8 @@ def _find_rule(folder: Path, stated: str | None) -> str:
         run = load_run(folder, folder.name)
         if is_trained(run.settings):
             return trained_rule(folder, folder.name)
+        if run.evaluations and unfinished(run):
+            return stated or LAST_TRIAL
         settings = run.settings
     rule = None if settings is None else checkpoint_rule(settings)
     if rule in ("final", "none"):
@@ -797,8 +795,8 @@ def _find_rule(folder: Path, stated: str | None) -> str:
 def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
     """The checkpoint of an evaluation of tasks, as settings of a run; None if it was not recorded."""
     try:
-        settings = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        settings = read_toml(folder / SETTINGS)
+    except (OSError, DataError):
         return None
     if settings.get("endpoint"):
         return {"endpoint": "given"}
@@ -806,7 +804,7 @@ def _evaluated_model(folder: Path) -> Mapping[str, str] | None:
     start = Path(str(model.get("initial_checkpoint") or model.get("name")))
     if newest := _checkpoints(start)[-1:]:  # a run directory stands for its newest checkpoint
         start = newest[0]
-    is_checkpoint = _CHECKPOINT.fullmatch(start.name) is not None
+    is_checkpoint = bool(model.get("initial_checkpoint")) or start.parent.name == "checkpoints"
     return {"train.num_steps": "0", "model.initial_checkpoint": str(start) if is_checkpoint else "none"}
 
 

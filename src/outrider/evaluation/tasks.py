@@ -5,7 +5,6 @@ import binascii
 import hashlib
 import math
 import re
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -39,7 +38,7 @@ from outrider.environments.tool_qa.rewards import JudgeSettings
 from outrider.errors import ConfigError, DataError
 from outrider.evaluation.grading import Kind, Scorer, find_variant, number_after_mark
 from outrider.evaluation.results import SETTINGS
-from outrider.files import replace_file
+from outrider.files import read_toml, replace_file
 from outrider.plugins.imports import add_search_folder
 from outrider.plugins.listing import plugin_digests, write_origins
 from outrider.plugins.registry import is_import_path, is_known, known_names
@@ -63,8 +62,8 @@ def config_of_run(name: str) -> dict[str, Any] | None:
         if (run / _CONFIG).is_file() and (run == folder or folder.parent.name == "checkpoints"):
             add_search_folder(run)  # its tools may be functions of the user
             try:
-                return tomllib.loads((run / _CONFIG).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
+                return read_toml(run / _CONFIG)
+            except (OSError, DataError):
                 return None
     return None
 
@@ -579,8 +578,8 @@ def write_settings(settings: EvalTasksSettings, folder: Path) -> str:
     path, line = folder / SETTINGS, ""
     if path.exists() and settings.endpoint is not None:
         try:
-            last = tomllib.loads(path.read_text(encoding="utf-8"))["endpoint"]["base_url"]
-        except (ValueError, KeyError, TypeError):
+            last = read_toml(path)["endpoint"]["base_url"]
+        except (DataError, KeyError, TypeError):
             last = "an unknown server"
         if last != (address := values["endpoint"]["base_url"]):
             line = f"OTHER SERVER: the earlier results are from {last}, now {address}"

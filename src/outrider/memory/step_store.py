@@ -13,6 +13,7 @@ bytes. It detects damage, not manipulation.
 
 import functools
 import hashlib
+import os
 import sqlite3
 import struct
 import threading
@@ -188,8 +189,11 @@ def connect(path: Path, *, writable: bool) -> sqlite3.Connection:
     """
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a file")
+    path = path.resolve()
     # A reader opens read-only, because it must not create a missing file.
-    uri = f"{path.resolve().as_uri()}?mode={'rwc' if writable else 'ro'}"
+    uri = f"{path.as_uri()}?mode={'rwc' if writable else 'ro'}"
+    if not (writable or os.access(path.parent, os.W_OK) or path.with_name(f"{path.name}-wal").exists()):
+        uri += "&immutable=1"  # otherwise it creates files of the write-ahead log
     db = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=30.0)
     db.execute("PRAGMA trusted_schema = OFF")
     return db

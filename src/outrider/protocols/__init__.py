@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.errors import ConfigError
+from outrider.files import read_toml
 from outrider.plugins.registry import expand_preset, load_settings_class
 from outrider.printing import plural
 from outrider.suggestions import did_you_mean
@@ -385,7 +386,7 @@ def run_difference(record: Path, name: str | None = None) -> Difference | None:
     """Compare the record of a run (``config.toml``) with the protocol ``name``, by default that of its
     recipe; None if there is none. Raises ConfigError for an unknown ``name``.
     """
-    tree = tomllib.loads(record.read_text(encoding="utf-8"))
+    tree = read_toml(record)
     chosen = name or tree.get("protocol", _NONE)
     if chosen == _NONE or (name is None and chosen not in protocol_names()):
         return None

@@ -7,7 +7,6 @@ step (:mod:`outrider.seeding`), so their state is the step number.
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from outrider.files import (
     sync,
 )
 from outrider.training.policy import OPTIMIZER, Policy, Scorer, tensor_files
+from outrider.viewer.run_reader import CHECKPOINT, numbered_checkpoints
 
 if TYPE_CHECKING:
     from outrider.training.learner import Learner
@@ -189,7 +189,6 @@ def find_weights(checkpoint: Path) -> Path | None:
 
 
 _MEMORY = "memory.safetensors"
-_NAME = re.compile(r"step-(\d+)")
 
 
 def save_checkpoint(
@@ -287,12 +286,12 @@ def load_memory(folder: Path) -> dict[str, NDArray[Any]]:
 
 def checkpoints_newest_first(folder: Path) -> list[Path]:
     """Return all checkpoints in ``folder``, including damaged ones."""
-    return [path for _, path in reversed(_numbered(folder))]
+    return [path for _, path in reversed(numbered_checkpoints(folder))]
 
 
 def checkpoint_step_or_none(checkpoint: Path) -> int | None:
     """The training step in the name of a checkpoint's folder; None for a folder of another name."""
-    match = _NAME.fullmatch(checkpoint.name)
+    match = CHECKPOINT.fullmatch(checkpoint.name)
     return None if match is None else int(match[1])
 
 
@@ -305,7 +304,7 @@ def checkpoint_step(checkpoint: Path) -> int:
 
 def newest_step(folder: Path) -> int | None:
     """The step of the newest checkpoint below ``folder``, which may be damaged; None without any."""
-    numbered = _numbered(folder)
+    numbered = numbered_checkpoints(folder)
     return numbered[-1][0] if numbered else None
 
 
@@ -316,16 +315,8 @@ def prune_checkpoints(folder: Path, *, max_checkpoints: int, newest: int) -> Non
     Those of later steps were damaged, or the run would not have continued before them. Partial ones of a kill
     are removed too.
     """
-    numbered = [(step, path) for step, path in _numbered(folder) if step > 0]
+    numbered = [(step, path) for step, path in numbered_checkpoints(folder) if step > 0]
     retained = [path for step, path in numbered if step <= newest][-max_checkpoints:]
     for path in (path for _, path in numbered if path not in retained):
         remove(path)
     remove_leftovers(folder, is_only_writer=True)
-
-
-def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders, ascending; without files, and folders of other names, such as copies that a user
-    made.
-    """
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in matches if match)

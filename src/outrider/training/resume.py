@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -464,6 +465,7 @@ class RunState:
 
     def begin(self) -> None:
         """Remove the records of a run that was killed before its first checkpoint."""
+        self.run.commit()
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
         self._remove_records(after=-1)
@@ -597,7 +599,8 @@ class RunState:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
-        # All checks are done: from here on files are cut.
+        # All checks are done: from here on files are written and cut.
+        self.run.commit()
         num_retained = self._retain_last_evaluation(state, last_label, is_done=is_done)
         self.metrics.cut(int(state["num_metric_records"]) + num_retained)
         self.run.cut_evaluations(int(state["num_evaluations"]) + num_retained)
@@ -612,11 +615,15 @@ class RunState:
         run (``is_done``).
         """
         number, label = int(state["num_evaluations"]), f"step {self.step}"
-        newer = self.run.finished_evaluations()[number:]
+        newer = list(
+            takewhile(  # an extension may have recorded steps since
+                lambda entry: entry["step"] == self.step and entry["label"] in (last_label, label),
+                self.run.finished_evaluations()[number:],
+            )
+        )
         num_sets = len(self.parts.eval_sets)
-        is_last = all(entry["step"] == self.step and entry["label"] in (last_label, label) for entry in newer)
-        kinds = self.metrics.kinds[int(state["num_metric_records"]) :]
-        if not newer or not is_last or kinds != [(self.step, "eval")] * len(newer):
+        kinds = self.metrics.kinds[int(state["num_metric_records"]) :][: len(newer)]
+        if not newer or kinds != [(self.step, "eval")] * len(newer):
             return 0
         if is_done and newer[0]["label"] == last_label:  # the run was killed between two evaluation sets
             return len(newer)

@@ -25,7 +25,7 @@ from outrider.plugins.imports import ORIGINS_FILE
 from outrider.plugins.listing import write_origins
 from outrider.rollout.evaluate import Evaluation
 from outrider.training.settings import RunSettings
-from outrider.viewer.run_reader import LIVE, NOTES
+from outrider.viewer.run_reader import LIVE, NOTES, read_run
 from outrider.viewer.trackers import TrackingSettings
 
 RECORD: Final = "config.toml"
@@ -340,7 +340,7 @@ class RunDirectory:
         return run, run._extended
 
     def commit(self) -> None:
-        """Write the changed settings of a resumed run; called after its set-up has succeeded."""
+        """Write the changed settings of a resumed run; called when nothing can refuse them any more."""
         if self._extended is not None:
             replace_file(self.path / "config.toml", _as_toml(self._extended))
 
@@ -471,6 +471,5 @@ def _is_beginning(entry: Path) -> bool:
 def require_free(path: Path) -> None:
     """Raise ConfigError if a new run cannot use the path: a folder that is not empty, or a file."""
     if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
-        raise ConfigError(
-            f"{path} is not empty: a run directory is never overwritten (continue it with --resume)"
-        )
+        hint = "" if read_run(path).has_trials else " (continue it with --resume)"
+        raise ConfigError(f"{path} is not empty: a run directory is never overwritten{hint}")

@@ -167,7 +167,6 @@ def run_training(
             recorded.on_alarm = trainer.trackers.alert
             if not num_restarts:  # the set-up has not failed: the folder stays
                 write_origins(settings, run.path)  # where plug-ins are now: a resumed run may find others
-                run.commit()
                 run.retain()
                 cleanup.callback(_log_results, run, display)
             return trainer.train

@@ -189,6 +189,7 @@ class Trainer:
                 f"this run is finished: {state.step} of {plural(settings.train.num_steps, 'step')}; "
                 "nothing to do"
             )
+            self.run.commit()
             return False
         state.rewind(saved, last_label=self._last_label, is_done=is_done)
         if settings.cluster.max_staleness and state.queue_snapshot is None and state.step:

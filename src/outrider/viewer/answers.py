@@ -11,7 +11,6 @@ import platform
 import re
 import shlex
 import signal
-import tomllib
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from outrider.errors import DataError
-from outrider.files import is_locked, json_value
+from outrider.files import is_locked, json_value, read_toml
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.memory.step_store import newest_revision, search_steps
@@ -134,9 +133,9 @@ def group_view(run: Path, stem: str, trace_id: str) -> dict[str, Any]:
     if not nodes and not rollouts:
         raise DataError(f"{stem} has no group {trace_id}")
     try:
-        config = tomllib.loads((run / "config.toml").read_text(encoding="utf-8"))
+        config = read_toml(run / "config.toml")
         advantages = explain_advantages(config.get("algorithm", {}), group.to_pylist(), nodes)
-    except (OSError, ValueError, TypeError, AttributeError, ArithmeticError):
+    except (OSError, DataError, ValueError, TypeError, AttributeError, ArithmeticError):
         advantages = None  # of another version, damaged, or returns with a mean of 0
     view = {"where": stem, "trace_id": trace_id, "nodes": [_node(row) for row in nodes]}
     return view | {"rollouts": rollouts, "advantages": json_value(advantages)}

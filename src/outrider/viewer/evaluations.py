@@ -26,7 +26,7 @@ def evaluation_charts(run: RunData) -> list[tuple[Chart, str]]:
     the policy before a cold start, have no training step: they are drawn at a labelled position left of step
     0 and are not joined by a line.
     """
-    is_trial = _has_trials(run)
+    is_trial = run.has_trials
     charts: list[tuple[Chart, str]] = []
     for name_of_set, group in _evaluation_sets(run):
         scored = [evaluation for evaluation in group if evaluation.interval]
@@ -83,12 +83,8 @@ def _line(
     return Series(label=f"panel {tasks_hash[:12]}", points=tuple(points))
 
 
-def _has_trials(run: RunData) -> bool:
-    return run.config.get("evaluation.num_trials", "0") != "0"
-
-
 def _describe_conditions(run: RunData, columns: Sequence[Evaluation]) -> str:
-    if _has_trials(run):
+    if run.has_trials:
         return _WITH_MEMORY
     num = max((evaluation.num_training_tasks for evaluation in columns), default=0)
     if not num:

@@ -12,7 +12,7 @@ import platform
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, NamedTuple
 from outrider.config import flatten
 from outrider.engines.base import sampling_truncation
 from outrider.errors import DataError
-from outrider.files import is_locked, parsed, readable, whole_lines
+from outrider.files import append, is_locked, parsed, readable, whole_lines
 from outrider.printing import is_graded, plural
 from outrider.rollout.evaluate import evaluation_label
 from outrider.types import Json
@@ -30,6 +30,7 @@ from outrider.viewer.progress import SET_UP, Clock, Field, Progress, StageClocks
 
 LIVE: Final = "live.json"
 NOTES: Final = "notes.jsonl"
+CHECKPOINT: Final = re.compile(r"step-(\d+)")
 _EVERY_S: Final = 1.0
 _STEP: Final = re.compile(r"\bstep (\d+)\b")
 _log = logging.getLogger(__name__)
@@ -114,8 +115,7 @@ class RecordedProgress(Progress):
         self._inner.close()
 
     def _append(self, line: str) -> None:
-        with (self._run / NOTES).open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        append(self._run / NOTES, (line + "\n").encode())
 
     def _write(self) -> None:
         self._last_write = self._clock()
@@ -245,14 +245,30 @@ class RunData:
 
     @property
     def is_done(self) -> bool:
-        """Whether the steps of the recipe are recorded, or fewer that spent the token budget. A run without
-        steps is done when its cold start, or else its model, has been evaluated.
+        """Whether the steps of the recipe are recorded, or fewer that spent the token budget, and then an
+        evaluation on the last evaluation set. A run without steps is done when its cold start, or else its
+        model, has been evaluated in this way, and an adaptation after its last trial.
         """
         num_steps = self.config.get("train.num_steps", "")
-        if num_steps == "0":
-            labels = [evaluation.label for evaluation in self.main_evaluations]
-            return "after cold start" in labels if is_trained(self.config) else bool(labels)
-        return self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))
+        if not (self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))):
+            return False
+        if not self.evaluations:  # if it evaluates at its start, there are no tasks to evaluate on
+            return num_steps != "0" and self.config.get("evaluation.at_start") != "False"
+        last = self.evaluations[-1]
+        if num_steps == "0" and is_trained(self.config) and last.label != "after cold start":
+            return False
+        # the name of the last set, in the text of the list; sets are evaluated in order
+        last_set = self.settings.get("evaluation.panels", "[]").rpartition("'name': ")[2]
+        return (
+            last.step >= self.num_steps
+            and (last_set == "[]" or last_set.startswith(repr(last.panel)))
+            and not pending_trials(self.config, self.main_evaluations)
+        )
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether this is an adaptation (``outrider eval --adapt``), which cannot be resumed."""
+        return self.config.get("evaluation.num_trials", "0") != "0"
 
     @property
     def is_budget_spent(self) -> bool:
@@ -273,6 +289,15 @@ class RunData:
     def total(self, kind: str, name: str) -> float:
         """Sum of a metric over the records of a kind."""
         return math.fsum(value for _, value in self.curve(kind, name) if value is not None)
+
+
+def pending_trials(config: Mapping[str, str], trials: Sequence[Evaluation]) -> int:
+    """Number of trials that an adaptation has not made; Reflexion ends when every task is solved."""
+    num_trials = config.get("evaluation.num_trials", "0")
+    is_solved = bool(trials) and trials[-1].score == 1.0 and not trials[-1].num_faults
+    if not num_trials.isdecimal() or (is_solved and config.get("evaluation.memory") == "reflexion"):
+        return 0
+    return max(0, int(num_trials) - len(trials))
 
 
 def run_status(run: Path, data: RunData) -> Literal["running", "finished", "stopped", "not started"]:
@@ -309,6 +334,14 @@ def read_run(run_dir: Path) -> RunData:
     )
 
 
+def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and folders of checkpoints, ascending; without files, and folders of other names, such as copies
+    that a user made.
+    """
+    matches = ((CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("step-*") if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file of a run, without a last line that is being written; none if the file is
     missing. Raises DataError for a damaged line.
@@ -339,8 +372,8 @@ def finite(value: object) -> float | None:
 def _read_config(path: Path, notes: list[str]) -> tuple[dict[str, str], dict[str, str]]:
     """The configuration for display and for comparing runs (:class:`RunData`)."""
     try:
-        with path.open("rb") as stream:
-            flat = dict(flatten(tomllib.load(stream)))
+        # its errors, unlike those of read_toml, name no folder of this machine
+        flat = dict(flatten(tomllib.loads(path.read_text(encoding="utf-8-sig"))))
         return {key: _portable(value) for key, value in flat.items()}, {k: str(v) for k, v in flat.items()}
     except FileNotFoundError:
         notes.append("config.toml is missing")
@@ -450,9 +483,13 @@ def read_notes(run: Path) -> list[dict[str, Any]]:
 
 
 def read_alarms(run: Path) -> list[dict[str, Any]]:
-    """The notes that are warnings, with their step (None: before training) and time, in order."""
-    return [
-        {"step": note.get("step"), "time": note.get("time"), "text": text}
-        for note in read_notes(run)
-        if is_alarm(text := str(note["text"]))
-    ]
+    """The notes that are warnings, with their step (None: before training) and time, in order. Of those that
+    a resumed run repeats, the last one counts.
+    """
+    alarms: dict[tuple[Any, str], dict[str, Any]] = {}
+    for note in read_notes(run):
+        if is_alarm(text := str(note["text"])):
+            key = note.get("step"), text
+            alarms.pop(key, None)
+            alarms[key] = {"step": key[0], "time": note.get("time"), "text": text}
+    return list(alarms.values())

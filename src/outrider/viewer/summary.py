@@ -2,7 +2,6 @@
 
 import platform
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -134,8 +133,9 @@ def cluster_lines(data: RunData) -> Iterator[str]:
 def _alarm_lines(run: Path) -> Iterator[str]:
     alarms = read_alarms(run)
     if alarms:
-        steps = Counter(alarm["step"] for alarm in alarms)
-        yield f"{plural(len(alarms), 'alarm')}, of {plural(len(steps), 'step')}; the last:"
+        steps = {alarm["step"] for alarm in alarms} - {None}
+        of_steps = f", of {plural(len(steps), 'step')}" if steps else ""
+        yield f"{plural(len(alarms), 'alarm')}{of_steps}; the last:"
     for alarm in alarms[-_NUM_ALARMS:]:
         prefix = (
             ""
@@ -185,12 +185,12 @@ def read_snapshot(run: Path, *, now: float | None = None) -> RunSnapshot:
     if status != "running" and live is not None and live.get("has_ended") is False:
         status = "gone"
     begin = "start" if status == "not started" else "continue"
-    resume_hint = f"{begin} with: {shell_command('train', '--resume', run)}"
-    description = f"{status}; {resume_hint}" if status in ("stopped", "not started") else str(status)
+    resume_hint = "" if data.has_trials else f"; {begin} with: {shell_command('train', '--resume', run)}"
+    description = f"{status}{resume_hint}" if status in ("stopped", "not started") else str(status)
     if status == "gone" and live is not None:
         host = live.get("host")
         host_hint = f"; it ran on {host}, look there" if host != platform.node() else ""
-        description = f"its process is gone (killed?){host_hint}; {resume_hint}"
+        description = f"its process is gone (killed?){host_hint}{resume_hint}"
     lines = [f"{run}: {description}"]
     if live is None:
         lines.append("no stage is recorded")
