@@ -49,8 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parsed = parser.parse_args(arguments)
-    with torch.inference_mode():
-        sharpen(parsed.folder, parsed.out, parsed.temperature)
+    if parsed.out.exists():
+        parser.error(f"{parsed.out} exists")
+    try:
+        with torch.inference_mode():
+            sharpen(parsed.folder, parsed.out, parsed.temperature)
+    except BaseException:
+        shutil.rmtree(parsed.out, ignore_errors=True)
+        raise
     print(f"{parsed.out}: the model of {parsed.folder} at temperature {parsed.temperature:g}")
     return 0
 

@@ -277,6 +277,9 @@ def test_a_thought_is_no_action_and_no_tip() -> None:
     action = "<think>long</think><action>go  home</action>"
     assert record_text("T", action=action, score=1.0) == "T Here: go home; final score 1."
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
+    for before in ("Here is a tip for the next attempt:\n\n", "**Tip:**\n", "```\n", "<tip>\n", "# Tip\n"):
+        assert clean_reflection(f"{before}Look in the fridge first.\n") == "Look in the fridge first."
+    assert clean_reflection("Open the door:") == "Open the door:"
     assert clean_reflection("<think>hm</think>\nTry left.") == "Try left."
     assert clean_reflection("<think>cut") == ""
 

@@ -66,6 +66,15 @@ def test_a_proxy_of_the_network_is_not_used_for_the_endpoint(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("failed_return", [None, 0.0])
+def test_a_reward_function_that_exits_is_a_fault(failed_return: float | None) -> None:
+    settings = {"reward": f"{PROGRAMS}:exiting", "failed_return": failed_return}
+    with closing(own_factory(function=f"{PROGRAMS}:words", **settings)) as factory:
+        report = scheduler(factory, script=lambda *_: "b").run([task("", "b")], modes=("m",), training_step=0)
+    [leaf] = report.traces[0].leaves.values()
+    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and "SystemExit: no key" in leaf.detail
+
+
+@pytest.mark.parametrize("failed_return", [None, 0.0])
 def test_a_reward_function_that_fails_is_a_fault_and_finds_no_policy(failed_return: float | None) -> None:
     settings = {"reward": f"{PROGRAMS}:judged", "failed_return": failed_return}
     with closing(own_factory(function=f"{PROGRAMS}:words", **settings)) as factory:
@@ -90,7 +99,9 @@ def test_columns_of_the_data_are_the_metadata(tmp_path: Path) -> None:
     rows = [{"question": "q", "answer": "a", "files": ["a.txt"]}, {"question": "r", "files": []}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = AgentTaskSet(AgentConfig(function="a:b", train={"path": tmp_path / "rows.jsonl"})).tasks("train")
-    assert [(one.answers, one.metadata["files"]) for one in tasks] == [(("a",), ["a.txt"]), ((), [])]
+    assert [(one.answers, one.metadata) for one in tasks] == [
+        (("a",), {"files": ["a.txt"]}), ((), {"files": []})
+    ]  # fmt: skip
 
 
 COMMAND = """

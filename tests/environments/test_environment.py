@@ -4,6 +4,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -418,6 +419,20 @@ def test_an_episode_may_change_the_lists_of_its_task() -> None:
         Episode(env).start(0)
         act(env, "milk")
         assert [act(fork, "tea").reward for fork in (env.copy(), env.copy(), env)] == [1.0, 1.0, 1.0]
+
+
+def test_a_fork_by_an_own_copy_has_its_own_task() -> None:
+    class Copied(Shop):
+        def copy(self) -> Any:
+            return copy(self)
+
+        def step(self, action: str) -> tuple[str, float, bool]:
+            self.task.metadata["list"].pop()
+            return "", float(len(self.task.metadata["list"])), False
+
+    env = episode(Copied)
+    Episode(env).start(0)
+    assert [act(fork, "milk").reward for fork in (env.copy(), env.copy(), env)] == [1.0, 1.0, 1.0]
 
 
 def test_schemas_in_the_form_of_openai() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import DataError
 from outrider.memory.chat_files import Imported, import_trajectories
+from outrider.memory.step_store import question_key
 from outrider.tokens.call_formats import CALL_FORMATS
 
 USER = {"role": "user", "content": "How warm is it in Oslo?"}
@@ -772,3 +773,30 @@ def test_a_result_with_an_image_is_refused(tmp_path: Path, part: dict[str, Any])
     answer = {"role": "assistant", "content": None, "tool_calls": [call()]}
     with pytest.raises(DataError, match="trains on text"):
         read(tmp_path, messages=[USER, answer, {"role": "tool", "content": result}, END])
+
+
+def test_an_instruction_and_ok_are_not_the_question(tmp_path: Path) -> None:
+    def record(number: int, **columns: Any) -> dict[str, Any]:
+        texts = ["Solve tasks.", "OK", f"Your task is {number}.", "go", "You see it.", "take"]
+        items = [{"from": "gpt" if n % 2 else "human", "value": text} for n, text in enumerate(texts)]
+        return {"conversations": items, "reward": 1.0, **columns}
+
+    path = tmp_path / "eto.jsonl"
+    path.write_text("\n".join(json.dumps(record(n % 3)) for n in range(6)))
+    imported = import_trajectories(path)
+    keys = [question_key(f"Your task is {n % 3}.") for n in range(6)]
+    assert [one.task_key for one in imported.trajectories] == keys
+    assert {one.trajectory_id for one in imported.trajectories} == {
+        one.trajectory_id for one in import_trajectories(path).trajectories
+    }
+    assert all(len(one.steps) == 2 and len(one.prompt) == 3 for one in imported.trajectories)
+    assert imported.questions[keys[0]] == "Your task is 0."
+    path.write_text("\n".join(json.dumps(record(n, question="Solve tasks.")) for n in range(3)))
+    assert all(len(one.steps) == 3 for one in import_trajectories(path).trajectories)
+
+
+@pytest.mark.parametrize("column", ["agent", "task_key", "trajectory_id"])
+def test_null_is_a_missing_value(column: str, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    [one] = read(tmp_path, messages=chat, **{column: None}).trajectories
+    assert one == read(tmp_path, messages=chat).trajectories[0]

@@ -103,6 +103,9 @@ def test_scopes_and_reward_filter(tmp_path: Path) -> None:
         assert found(StepFilter(scope="other_tasks", task_key="k1")) == {"t0", "t2", "t3", "t5", "t6", "t8"}
         assert found(StepFilter(scope="same_task", task_key="unknown")) == set()
         assert len(found(StepFilter(scope="other_tasks", task_key="unknown"))) == 9
+        both = {"task_key": "k1", "other_key": "k2"}
+        assert found(StepFilter(scope="other_tasks", **both)) == {"t0", "t3", "t6"}  # type: ignore[arg-type]
+        assert len(found(StepFilter(scope="same_task", **both))) == 6  # type: ignore[arg-type]
         assert found(StepFilter(min_reward=0.7)) == {"t7", "t8"}
         assert found(StepFilter(scope="same_task", task_key="k1", min_reward=0.5)) == {"t7"}
     with pytest.raises(ConfigError, match="needs a task key"):
@@ -500,6 +503,11 @@ def test_an_id_of_another_task_is_an_error_with_both_names(buffer: StepTraceBuff
     assert (report.num_offered, report.num_inserted, report.num_duplicate) == (2, 1, 1)
     with pytest.raises(DataError, match="trajectory 'a': belongs to task 's' and to task 't'"):
         buffer.add_trajectories([make_trajectory("a", task="t")])
+
+
+def test_an_id_with_other_content_is_an_error(buffer: StepTraceBuffer) -> None:
+    with pytest.raises(DataError, match="trajectory 'a': two trajectories with other steps or rewards"):
+        buffer.add_trajectories([make_trajectory("a", reward=0.0), make_trajectory("a", reward=1.0)])
 
 
 def test_a_trajectory_after_a_repeated_id_is_stored(buffer: StepTraceBuffer) -> None:

@@ -19,7 +19,7 @@ from outrider.algorithms.advantages import (
 from outrider.config import Settings
 from outrider.environments.base import StepResult
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import Hit, StepFilter, StepRecord, history_text
+from outrider.memory.step_store import Hit, StepFilter, StepRecord, history_text, question_key
 from outrider.memory.tips import SIMILARITY_DIGITS
 from outrider.rollout.hooks import (
     HYBRID,
@@ -382,6 +382,7 @@ class RetrievalHook(Hook):
         return StepFilter(
             scope=self.settings.scope,
             task_key=task.key,
+            other_key=question_key(task.question),  # that of imported chats without keys
             include_terminal=self.settings.include_terminal,
             exclude=excluded,
         )

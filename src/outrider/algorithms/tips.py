@@ -135,6 +135,7 @@ REQUEST = (
     "from complete. Write only the tip."
 )
 HEADING = "Notes from earlier attempts:"
+_PREAMBLE = re.compile(r"```.*|#+ .*|</?\w+>|.*:\W*")
 _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 
 
@@ -398,9 +399,11 @@ def action_text(text: str) -> str:
 
 
 def clean_reflection(reflection: str) -> str:
-    """Return the first line with text after a reasoning model's thoughts; empty if those were cut."""
-    lines = without_thoughts(reflection).splitlines()
-    return next((line.strip() for line in lines if line.strip()), "")
+    """Return the first line with text after a reasoning model's thoughts; empty if those were cut. Fences,
+    headings, tags, and lines such as ``Here is a tip:`` are not taken if another line follows.
+    """
+    lines = [line.strip() for line in without_thoughts(reflection).splitlines() if line.strip()]
+    return next((line for line in lines if not _PREAMBLE.fullmatch(line)), lines[0] if lines else "")
 
 
 def chat_text(path: Sequence[Node]) -> str:

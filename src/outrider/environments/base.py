@@ -1320,7 +1320,7 @@ class EnvironmentEpisode:
     def reset(self, seed: int) -> Sequence[Message]:
         environment = self.environment
         # All rollouts share the task, and an environment may change the lists that it finds there.
-        environment.task = replace(self._task, metadata=deepcopy(dict(self._task.metadata)))
+        environment.task = _own(self._task)
         environment.episode_return, environment.metrics = 0.0, {}
         self._is_over = False
         prompt = _finished(environment.reset(environment.task, seed), "reset")
@@ -1379,7 +1379,7 @@ class EnvironmentEpisode:
         environment = self.environment.copy()
         task = getattr(environment, "task", self.environment.task)
         twin = EnvironmentEpisode(environment, self._task)
-        environment.task = task
+        environment.task = _own(task) if task is self.environment.task else task
         twin.tool_schemas, twin._is_over = self.tool_schemas, self._is_over
         return twin
 
@@ -1387,6 +1387,10 @@ class EnvironmentEpisode:
         if self._is_open:
             self._is_open = False
             self.environment.close()
+
+
+def _own(task: Task) -> Task:
+    return replace(task, metadata=deepcopy(dict(task.metadata)))
 
 
 def _finished(value: Any, method: str) -> Any:

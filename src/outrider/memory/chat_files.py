@@ -8,9 +8,9 @@ reader counts everything that it has to drop.
 """
 
 import csv
-import hashlib
 import importlib
 import json
+import logging
 import math
 import re
 from collections import Counter
@@ -25,6 +25,7 @@ import pyarrow
 import pyarrow.parquet
 
 from outrider.errors import DataError, ToolUnavailable
+from outrider.memory.step_store import question_key, text_digest
 from outrider.records import UNREADABLE, decode_arrow, unique_keys
 from outrider.suggestions import closest_match
 from outrider.tokens.call_formats import CALL_FORMATS
@@ -644,11 +645,12 @@ def import_trajectories(
     path = Path(path)
     trajectories: list[Trajectory] = []
     questions: dict[str, str] = {}
+    beginnings: dict[str, list[int]] = {}  # by question: trajectories whose first turn may be a part of it
     problems: list[str] = []
     dropped: Counter[str] = Counter()
     for number, read in _records(path):
         try:
-            question, trajectory, left_out = _trajectory(read(), agent, answer_marks)
+            question, trajectory, left_out, may_move = _trajectory(read(), agent, answer_marks)
             if questions.setdefault(trajectory.task_key, question).strip() != question.strip():
                 raise ValueError(f"task {trajectory.task_key!r} has another question than before")
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
@@ -657,8 +659,12 @@ def import_trajectories(
                 raise DataError(problem) from error
             problems.append(problem)
         else:
+            if may_move:
+                beginnings.setdefault(trajectory.task_key, []).append(len(trajectories))
             trajectories.append(trajectory)
             dropped += left_out
+    for numbers in beginnings.values():
+        _move_questions(numbers, trajectories, questions)
     if not trajectories:
         raise DataError(f"{path}: no usable trajectory ({len(problems)} malformed)")
     return Imported(
@@ -667,6 +673,36 @@ def import_trajectories(
         problems=tuple(problems),
         dropped=dict(sorted(dropped.items())),
     )
+
+
+def _move_questions(
+    numbers: Sequence[int], trajectories: list[Trajectory], questions: dict[str, str]
+) -> None:
+    """Move the first turn of trajectories with one question into their prompts if it is the same in all, as
+    ``OK`` after an instruction, and the messages after it differ: those are the questions (AgentInstruct,
+    ETO).
+    """
+    group = [trajectories[number] for number in numbers]
+    following = {one.steps[0].observation for one in group}
+    is_begun = all(len(one.steps) > 1 and one.steps[0].observation.strip() for one in group)
+    if len(following) == 1 or not is_begun or len({one.steps[0].text for one in group}) > 1:
+        return
+    logging.getLogger(__name__).warning(
+        "%d chats begin with one question and answer, and continue with different messages: those are read "
+        "as their questions", len(group),
+    )  # fmt: skip
+    for number, one in zip(numbers, group, strict=True):
+        first, *steps = one.steps
+        key = question_key(first.observation)
+        said = Message(role="assistant", content=first.text), Message(role="user", content=first.observation)
+        trajectories[number] = replace(
+            one,
+            task_key=key,
+            trajectory_id=one.trajectory_id.replace(one.task_key, key),
+            prompt=(*one.prompt, *said),
+            steps=tuple(steps),
+        )
+        questions[key] = first.observation
 
 
 # A record of a file: its number, and a function that parses it; errors are reported with the number.
@@ -821,7 +857,10 @@ def _saved_dataset(path: Path) -> Iterator[_Record]:
 
 def _trajectory(
     record: object, agent: str, answer_marks: Sequence[str]
-) -> tuple[str, Trajectory, Counter[str]]:
+) -> tuple[str, Trajectory, Counter[str], bool]:
+    """Return also whether the question was taken from the chat, and a turn without markup and a message of
+    the user follow it.
+    """
     if not isinstance(record, dict):
         raise ValueError(f"a record is an object, not {type(record).__name__}")
     chat = read_chat(record)
@@ -834,7 +873,7 @@ def _trajectory(
     # The digest covers everything that distinguishes trajectories, so a second import produces the same ids.
     content = json.dumps([task_key, agent, reward, texts])
     trajectory = Trajectory(
-        trajectory_id=_text(record, "trajectory_id", f"{task_key}-{_digest(content)}"),
+        trajectory_id=_text(record, "trajectory_id", f"{task_key}-{text_digest(content)}"),
         task_key=task_key,
         agent=agent,
         prompt=prompt
@@ -845,7 +884,15 @@ def _trajectory(
         num_tokens=num_tokens,
     )
     unread = Counter(f"column {str(key)!r}" for key in record if key not in _OWN_COLUMNS)
-    return question, trajectory, chat.dropped + unread
+    turn, *others = chat.messages[len(prompt) :]
+    may_move = (
+        all(record.get(key) is None for key in (*QUESTIONS, "task_key"))
+        and not turn.tool_calls
+        and "<" not in turn.content
+        and bool(others)
+        and others[0].role == "user"
+    )
+    return question, trajectory, chat.dropped + unread, may_move
 
 
 _WORDS: Final[Mapping[str, float]] = {
@@ -892,7 +939,7 @@ def _count(value: Any) -> int:
 
 
 def _text(record: Mapping[str, object], key: str, default: str) -> str:
-    value = record.get(key, default)
+    value = default if record.get(key) is None else record[key]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
@@ -922,14 +969,3 @@ def _split(
         (message.role, text) for message, text in zip(messages, texts, strict=True)
     ]
     return tuple(messages[: starts[0]]), tuple(steps), roles_and_texts
-
-
-def question_key(question: str) -> str:
-    """Return the task key for a record without one. Blanks at the ends, which data sets of questions lose,
-    do not count.
-    """
-    return f"question-{_digest(question.strip())}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()

@@ -161,7 +161,7 @@ def check_trajectories(
     or id that is not valid text, and an id that belongs to two tasks.
     """
     task_trajectories: dict[str, list[Trajectory]] = {}
-    task_keys: dict[str, str] = {}
+    known: dict[str, Trajectory] = {}
     num_duplicate = 0
     for trajectory in trajectories:
         name = f"trajectory {trajectory.trajectory_id!r}"
@@ -175,14 +175,16 @@ def check_trajectories(
         owners = [
             stored.task_key for stored in store.live_trajectories(trajectory_id=trajectory.trajectory_id)
         ]
-        first = task_keys.get(trajectory.trajectory_id)
-        for owner in [*owners, first or trajectory.task_key]:
+        first = known.get(trajectory.trajectory_id)
+        for owner in [*owners, first.task_key if first else trajectory.task_key]:
             if owner != trajectory.task_key:
                 raise DataError(f"{name}: belongs to task {owner!r} and to task {trajectory.task_key!r}")
         if first is not None:
+            if (trajectory.steps, trajectory.reward) != (first.steps, first.reward):
+                raise DataError(f"{name}: two trajectories with other steps or rewards have this id")
             num_duplicate += 1
             continue
-        task_keys[trajectory.trajectory_id] = trajectory.task_key
+        known[trajectory.trajectory_id] = trajectory
         task_trajectories.setdefault(trajectory.task_key, []).append(trajectory)
     return task_trajectories, num_duplicate
 
@@ -573,7 +575,8 @@ def _mask(view: _View, step_filter: StepFilter) -> Mask:
     if not step_filter.include_terminal:
         mask &= ~view.rows["terminal"]
     if step_filter.scope != "all":
-        same = view.rows["task"] == view.tasks.get(step_filter.task_key or "", -1)
+        keys = (step_filter.task_key or "", step_filter.other_key or "")
+        same = np.isin(view.rows["task"], [view.tasks.get(key, -1) for key in keys])
         mask &= same if step_filter.scope == "same_task" else ~same
     if step_filter.min_reward is not None:
         mask &= view.rows["reward"] >= step_filter.min_reward

@@ -63,12 +63,14 @@ class StepRecord:
 class StepFilter:
     """Which steps a query may return.
 
-    A ``scope`` other than ``all`` needs ``task_key``. Terminal steps contain the answer and are excluded by
-    default. ``exclude`` are the ids of steps that the rollout already contains.
+    A ``scope`` other than ``all`` needs ``task_key``; steps with ``other_key`` are of the same task. Terminal
+    steps contain the answer and are excluded by default. ``exclude`` are the ids of steps that the rollout
+    already contains.
     """
 
     scope: Scope = "all"
     task_key: str | None = None
+    other_key: str | None = None
     include_terminal: bool = False
     exclude: frozenset[int] = frozenset()
     min_reward: float | None = None
@@ -144,6 +146,18 @@ def history_text(question: str, steps: Sequence[Step]) -> str:
     for step in steps:
         parts += (step.text, step.observation)
     return replace_surrogates("\n".join(stripped for part in parts if (stripped := part.strip())))
+
+
+def question_key(question: str) -> str:
+    """Return the task key for a record without one. Blanks at the ends, which data sets of questions lose,
+    do not count.
+    """
+    return f"question-{text_digest(question.strip())}"
+
+
+def text_digest(text: str) -> str:
+    """A short digest of a text."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def prompt_question(prompt: Sequence[Message]) -> str:

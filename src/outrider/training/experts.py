@@ -12,9 +12,9 @@ import numpy as np
 from outrider.environments.base import EnvironmentFactory, EnvironmentSettings, TaskSet
 from outrider.errors import DataError, EnvironmentFault, OutriderError, ToolFault
 from outrider.files import append, readable
-from outrider.memory.chat_files import import_trajectories, question_key
+from outrider.memory.chat_files import import_trajectories
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import BuildReport, StepFilter, TokenCounter
+from outrider.memory.step_store import BuildReport, StepFilter, TokenCounter, question_key
 from outrider.printing import plural
 from outrider.rollout.endpoint import Collected
 from outrider.rollout.episode import play_texts

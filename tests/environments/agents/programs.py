@@ -274,6 +274,11 @@ def score(task: Any, answer: str) -> float:
     return float(answer.strip() == task.answers[0])
 
 
+def exiting(task: Any, answer: str) -> float:
+    sys.stderr.close()
+    sys.exit("no key")
+
+
 def judged(task: Any, answer: str) -> float:
     """A judge that asks the endpoint of the environment."""
     return float("b" in chat([{"role": "user", "content": answer}])["content"])

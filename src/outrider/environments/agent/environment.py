@@ -499,7 +499,13 @@ class AgentTaskSet:
         dataset = datasets.get(split)
         if dataset is None:
             raise DataError(f"agent: no data set is configured for the split {split!r}")
-        return load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True)
+        tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True)
+        # Without further columns, tasks are the same as those of versions that passed none.
+        own = (dataset.question, dataset.answer, "answers", dataset.key)
+        return [
+            replace(task, metadata={key: value for key, value in task.metadata.items() if key not in own})
+            for task in tasks
+        ]
 
     def make(self) -> ProgramFactory:
         """Load the agent and start the server. Raises ToolUnavailable."""

@@ -258,8 +258,9 @@ def _run_child(
                 os.environ.pop(name, None)
             try:
                 value = _call(reward, task, value)
-            except Exception as error:
-                traceback.print_exc()
+            except (Exception, SystemExit) as error:
+                with contextlib.suppress(BaseException):  # the program may have closed its standard error
+                    traceback.print_exc()
                 raise _RewardFailed(describe_exception(unwrap_group(error))) from error
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
             value = {"reward": value[0], "metrics": dict(value[1])}  # the pair that many libraries return

@@ -7,9 +7,11 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+from uuid import UUID
 
 from pydantic import Field, model_validator
 
@@ -213,8 +215,12 @@ def is_list_text(text: str) -> bool:
 
 
 def _plain(value: Any) -> float | str:
-    """A value of Parquet that JSON does not have: a decimal is a number, all others are text."""
-    return float(value) if isinstance(value, Decimal) else str(value)
+    """A value of a table that JSON does not have: a decimal is a number, dates and UUIDs are text. Of others,
+    such as images, only the type is kept.
+    """
+    if isinstance(value, Decimal):
+        return float(value)
+    return str(value) if isinstance(value, date | time | timedelta | UUID) else f"<{type(value).__name__}>"
 
 
 def _key(row: Row, column: str) -> str:
