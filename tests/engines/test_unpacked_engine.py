@@ -7,13 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from docsite.models import ARCHITECTURES
-from transformers import AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedConfig,
+    RecurrentGemmaConfig,
+)
 
 from outrider.engines.base import FinishReason, Generation, Request
 from outrider.engines.local.engine import UnpackedEngine, describe_path
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.local.unpacked import CacheUse, examine
 from outrider.errors import EngineFault, ModelError
+from outrider.smoke import character_tokenizer
 from tests.tiny import tiny_model
 
 Ids = tuple[int, ...]
@@ -179,3 +186,46 @@ def test_each_path_has_its_engine_and_its_line(model: LanguageModel, tmp_path: P
     assert model.unpacked is not None
     slow = replace(model, unpacked=replace(model.unpacked, cache="none"))
     assert "every token is computed from the first one" in describe_path(slow, "m")
+
+
+def _saved(config: PreTrainedConfig, folder: Path) -> str:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+_SIZES = {"vocab_size": 98, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_ENDS = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0, "max_position_embeddings": 64}
+
+
+def test_state_in_the_modules_is_no_cache(tmp_path: Path) -> None:
+    config = RecurrentGemmaConfig(
+        **_SIZES, **_ENDS, intermediate_size=48, num_key_value_heads=1, head_dim=8, lru_width=32,
+        attention_window_size=64, block_types=["recurrent", "attention"],
+    )  # fmt: skip
+    model = load_model(_saved(config, tmp_path), precision="float32")
+    assert model.unpacked is not None and model.unpacked.cache == "none"
+
+
+def test_small_logits_do_not_hide_their_cap(tmp_path: Path) -> None:
+    config = Gemma4TextConfig(
+        **_SIZES, **_ENDS, intermediate_size=48, num_key_value_heads=2, head_dim=8, global_head_dim=16,
+        sliding_window=64, num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0, final_logit_softcapping=30.0,
+    )  # fmt: skip
+    model = load_model(_saved(config, tmp_path), precision="float32")
+    assert model.unpacked is not None and "changes its logits" in model.unpacked.why
+
+
+@pytest.mark.parametrize("name", ["bloom", "gptj"])
+def test_an_architecture_with_its_own_attention_runs_unpacked(name: str, tmp_path: Path) -> None:
+    config = CONFIG_MAPPING[name](
+        vocab_size=98, hidden_size=32, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4,
+        max_position_embeddings=64, eos_token_id=1, bos_token_id=1,
+    )  # fmt: skip
+    folder = _saved(config, tmp_path)
+    model = load_model(folder, precision="float32")
+    assert model.unpacked is not None and model.unpacked.why == "its attention cannot be replaced"
+    with pytest.raises(ModelError):
+        load_model(folder, precision="float32", forward="packed")

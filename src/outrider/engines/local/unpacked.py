@@ -288,6 +288,9 @@ def _cache_use(model: PreTrainedModel, ids: Tensor, whole: Tensor, context: Tens
             for part in ids.split(lengths):
                 parts.append(cached_logits(model, part[None], [start], cache, num_logits=len(part))[0])
                 start += len(part)
+                if len(parts) == 1:  # another sequence, as state outside of the cache would mix the two
+                    others = ids[:half].flip(0)
+                    cached_logits(model, others[None], [0], DynamicCache(config=model.config))
             logits = torch.cat(parts)
         except Exception as error:  # the architecture has its own cache, or none
             _LOG.info("keys and values cannot be %s: %s: %s", use, type(error).__name__, error)
