@@ -188,6 +188,22 @@ def test_only_named_packages_can_be_imported() -> None:
 
 
 @needs_locks
+def test_libraries_that_the_code_loads_start_no_threads(tool: PythonTool) -> None:
+    assert (
+        tool.run("import os\nos.environ['OPENBLAS_NUM_THREADS'] + os.environ['OMP_NUM_THREADS']").output
+        == "11"
+    )
+    assert tool.run("import os\nlen(os.environ)").output == "5"  # these, MKL's, HOME and TMPDIR
+
+
+@needs_locks
+def test_submodules_of_scipy_can_be_imported() -> None:
+    pytest.importorskip("scipy")
+    with PythonTool(PythonToolConfig(packages=("numpy", "scipy"))) as tool:
+        assert tool.run("from scipy.linalg import det\nround(det([[1, 2], [3, 4]]))").output == "-2"
+
+
+@needs_locks
 def test_a_missing_package_is_refused_before_the_first_call(tmp_path: Path) -> None:
     with pytest.raises(ToolUnavailable, match="no_such_package") as caught:
         PythonTool(PythonToolConfig(packages=("no_such_package",), scratch_folder=str(tmp_path)))
