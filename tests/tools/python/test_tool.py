@@ -155,6 +155,30 @@ def test_calls_share_no_state_and_repeat_exactly(tool: PythonTool) -> None:
 
 
 @needs_locks
+def test_generators_without_a_seed_repeat_exactly() -> None:
+    pytest.importorskip("sympy")
+    pytest.importorskip("numpy")
+    code = (
+        "import numpy, os, random, secrets, sympy, tempfile, uuid\n"
+        "print(random.Random().random(), random.SystemRandom().random(), secrets.randbelow(10**9))\n"
+        "print(uuid.uuid4(), os.urandom(4), numpy.random.default_rng().random(), random.Random(1).random())\n"
+        "print(sympy.randprime(1, 10**9), sympy.randMatrix(1, 2, 0, 10**6))\n"
+        "random.seed(), numpy.random.seed()\n"
+        "print(random.random(), numpy.random.rand())\n"
+        "with tempfile.TemporaryFile() as a, tempfile.NamedTemporaryFile() as b: print(b.write(b'abc'))"
+    )
+    outputs = set()
+    for _ in range(2):
+        with PythonTool(PythonToolConfig(packages=("sympy", "numpy"))) as tool:
+            for _ in range(2):
+                result = tool.run(code)
+                assert result.status == "ok", result.output
+                outputs.add(result.output)
+    assert len(outputs) == 1
+    assert "0.13436424411240122" in outputs.pop()  # of random.Random(1): a given seed counts
+
+
+@needs_locks
 def test_a_limit_on_code_that_prints_slowly_keeps_what_was_printed() -> None:
     with PythonTool(PythonToolConfig(wall_seconds=0.3)) as tool:
         result = tool.run("import time\nfor i in range(100):\n    print(i)\n    time.sleep(.05)")

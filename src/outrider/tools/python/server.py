@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from outrider.tools.python import sandbox
 from outrider.tools.python.worker import EXIT_ERROR, EXIT_MEMORY, EXIT_OK, run_program
@@ -103,10 +103,14 @@ def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
         # a lone surrogate must not fail, and a killed call shows the lines that it printed
         if stream is not None:
             stream.reconfigure(errors="replace", line_buffering=True)
+    entropy = _replace_entropy()
     for name in (*_PRELOADED.split(", "), *settings.packages):
         importlib.import_module(name)
+    entropy.seed(0)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)
+    if "sympy" in sys.modules:
+        importlib.import_module("sympy.core.random").seed(0)
     readable = sandbox.standard_paths() + sandbox.package_paths("outrider")
     sys.path[:] = sandbox.standard_search_path()
     reading = sandbox.read_ruleset([settings.root, *readable]) if settings.landlock else None
@@ -132,6 +136,21 @@ def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
         return 3
 
     return lock
+
+
+def _replace_entropy() -> random.Random:
+    """Replace the system's entropy, from which generators without a seed are seeded, by a generator."""
+    entropy = random.Random(0)
+    seed = random.Random.seed
+
+    def seed_reproducibly(self: random.Random, a: Any = None, version: int = 2) -> None:
+        seed(self, entropy.getrandbits(256) if a is None else a, version)
+
+    os.urandom = entropy.randbytes
+    random._urandom = entropy.randbytes  # type: ignore[attr-defined]  # of SystemRandom, and so of secrets
+    random.Random.seed = seed_reproducibly  # type: ignore[method-assign]
+    random.seed = random._inst.seed
+    return entropy
 
 
 def _serve(

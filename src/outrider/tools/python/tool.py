@@ -219,8 +219,10 @@ class PythonTool:
 
     Limits: wall and processor time, memory, files, output; no network, processes, threads or signals. Files
     outside the call's own folder cannot be changed, and only the standard library and the preloaded packages
-    can be read. The same code gives the same output: hash seed and random generators are fixed. A bare last
-    expression is printed (:func:`~outrider.tools.python.worker.print_last_expression`).
+    can be read. The same code gives the same output: the hash seed is fixed, and so are random generators,
+    also those without a seed. Exceptions are times, names of folders, addresses of objects (``print(map)``),
+    and the order of a set of objects without a hash of their own. A bare last expression is printed
+    (:func:`~outrider.tools.python.worker.print_last_expression`).
 
     Raises :class:`ToolUnavailable` if a lock or a package is missing; ``run`` raises :class:`ToolFault` if
     the server is lost twice in one call. Nothing that the code does raises an exception here.
