@@ -128,6 +128,12 @@ def test_a_traceback_has_frames_of_the_program_and_no_frame_of_the_tool(tool: Py
     )
     assert result.output.count("Traceback") == 2
     assert result.output.count('File "') == result.output.count('File "<python>"') == 2
+    result = tool.run(
+        "import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n"
+        "    raise ExceptionGroup('lines', [error, ExceptionGroup('others', [error])]) from None"
+    )
+    assert result.output.count('File "') == result.output.count('File "<python>"') == 3
+    assert result.output.count("JSONDecodeError") == 2
 
 
 @needs_locks
@@ -315,6 +321,8 @@ def test_the_scratch_folder_may_be_relative(monkeypatch: pytest.MonkeyPatch, tmp
         ("if x:\n    print(x)", "if x:\n    print(x)"),
         ("x = """ + '"""' + "\n    a\n    " + '"""', "x = """ + '"""' + "\n    a\n    " + '"""'),
         ("f(1,\n  2)", "f(1,\n  2)"),
+        ("  # text\nx = '''\n   \n  a'''", "  # text\nx = '''\n   \n  a'''"),
+        ("~~~x\n1", "~~~x\n1"),
         ("x = 1\n    y = = 2", "x = 1\n    y = = 2"),
         ("", ""),
     ],

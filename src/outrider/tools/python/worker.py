@@ -70,6 +70,7 @@ def _report(error: BaseException) -> int:
                 [frame for frame in part.stack if frame.filename == FILENAME]
             )
             parts += [other for other in (part.__cause__, part.__context__) if other is not None]
+            parts += part.exceptions or ()
         print("".join(report.format()), end="", file=sys.stderr)
     except MemoryError:
         return EXIT_MEMORY
