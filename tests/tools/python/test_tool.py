@@ -205,6 +205,25 @@ def test_processor_time_is_limited_apart_from_wall_time() -> None:
 
 
 @needs_locks
+def test_standard_error_comes_after_what_was_printed_before(tool: PythonTool) -> None:
+    code = "import sys\nprint('sum:', end=' ')\nprint('warning', end=' ', file=sys.stderr)\nprint(3)"
+    assert tool.run(code).output == "sum: warning 3"
+    assert tool.run("import sys\nsys.stdout.close()\nprint('a', file=sys.stderr)").output == "a"
+
+
+@needs_locks
+@pytest.mark.parametrize(("limit", "code"), [
+    ("wall", "import time\ntime.sleep(9)"), ("wall", "while True: pass"), ("cpu", "while True: pass"),
+])  # fmt: skip
+def test_a_time_limit_keeps_what_is_buffered(limit: str, code: str) -> None:
+    config = PythonToolConfig(wall_seconds=0.3 if limit == "wall" else 60, cpu_seconds=1)
+    with PythonTool(config) as tool:
+        result = tool.run(f"print('42', end='')\n{code}")
+    assert result.status == "timeout"
+    assert result.output.startswith("42\n[stopped: ")
+
+
+@needs_locks
 def test_only_named_packages_can_be_imported() -> None:
     pytest.importorskip("sympy")
     pytest.importorskip("numpy")

@@ -8,7 +8,7 @@ import traceback
 import types
 
 FILENAME = "<python>"
-EXIT_OK, EXIT_ERROR, EXIT_MEMORY = 0, 1, 77
+EXIT_OK, EXIT_ERROR, EXIT_MEMORY, EXIT_TIMEOUT = 0, 1, 77, 78
 
 
 def print_last_expression(code: str) -> ast.Module:
