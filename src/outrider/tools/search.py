@@ -197,8 +197,8 @@ def row_title(value: Json) -> str:
 
 
 def terms(text: str) -> list[str]:
-    """Index terms: runs of letters, vowel signs and digits without accents, case folded. Stop words are kept because their
-    weight is near zero.
+    """Index terms: runs of letters, vowel signs and digits without accents, case folded. Stop words
+    are kept because their weight is near zero.
 
     For scripts without blanks between words, and for Korean, whose words contain particles, the terms are all
     characters and all pairs of neighbors.

@@ -125,7 +125,7 @@ def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
     # a lone surrogate must not fail, and a killed call shows the lines that it printed
     if sys.__stdout__ is not None:
         sys.__stdout__.reconfigure(errors="replace", line_buffering=True)
-    errors = io.TextIOWrapper(_ErrorFile(2, "w", closefd=False), "utf-8", "replace", write_through=True)  # type: ignore[type-var]
+    errors = io.TextIOWrapper(_ErrorFile(2, "w", closefd=False), "utf-8", "replace", write_through=True)
     sys.stderr = sys.__stderr__ = errors  # type: ignore[misc]
     entropy = _replace_entropy()
     for name in (*_PRELOADED.split(", "), *settings.packages):
