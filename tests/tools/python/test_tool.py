@@ -242,7 +242,6 @@ def test_libraries_that_the_code_loads_start_no_threads(tool: PythonTool) -> Non
         tool.run("import os\nos.environ['OPENBLAS_NUM_THREADS'] + os.environ['OMP_NUM_THREADS']").output
         == "11"
     )
-    assert tool.run("import os\nlen(os.environ)").output == "5"  # these, MKL's, HOME and TMPDIR
 
 
 @needs_locks
