@@ -60,8 +60,24 @@ def test_terms_of_languages_with_blanks_are_words(text: str) -> None:
     import unicodedata
 
     folded = unicodedata.normalize("NFKD", text).casefold()
-    plain = re.findall(r"[^\W_]+", "".join(c for c in folded if not unicodedata.combining(c)))
+    letters = "".join(c for c in folded if not unicodedata.combining(c))
+    # vowel signs, the marks that remain, belong to words
+    signs = "".join(c for c in letters if c >= "\u0900" and unicodedata.category(c) in ("Mn", "Mc"))
+    plain = re.findall(rf"[^\W_](?:[^\W_]|[x{signs}])*", letters)  # x: a set must not be empty
     assert terms(text) == query_terms(text) == plain
+
+
+def test_words_of_indic_scripts_are_not_cut_at_vowel_signs() -> None:
+    assert terms("यह मेरा काम है।") == ["यह", "मेरा", "काम", "है"]
+    assert terms("বাংলা தமிழ் తెలుగు") == ["বাংলা", "தமிழ", "తెలుగు"]  # accents are removed, as is the virama
+    texts = ("कौम का इतिहास", "यह मेरा काम है", "कम पानी", "कमी नहीं है", "दिल की बात", "दल बदल")
+    tool = SearchTool([Passage(passage_id=text, title="", text=text) for text in texts])
+    for query, index in (("काम", 1), ("कमी", 3), ("दिल", 4)):
+        assert [passage.text for passage in tool.run(query).passages] == [texts[index]]
+
+
+def test_other_marks_of_class_0_are_no_part_of_words() -> None:
+    assert terms("1\ufe0f\u20e3 a\ufe0f b\u034fc") == ["1", "a", "b", "c"]
 
 
 @given(st.text(max_size=60))

@@ -53,14 +53,23 @@ EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."
 _CUT_MARK = "..."
 # Part of the cache key: increase it if terms() or the BM25 parameters change.
-_INDEX_FORMAT = 2
+_INDEX_FORMAT = 3
 # Thai, Lao, Tibetan, Burmese, Hangul, Khmer, Tai scripts, Balinese, Japanese, Chinese, Yi, Javanese.
 _BLOCKS = (
     "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f"
     "\u3005-\u3007\u303b\u3040-\u318f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\ua960-\ua9df"
     "\ua9e0-\ua9ff\uaa60-\uaadf\uac00-\ud7ff\uf900-\ufaff\U0001b000-\U0001b16f\U00020000-\U0003ffff"
 )
-_WORD = re.compile(r"[^\W_]+")
+# Vowel signs of Indic scripts: marks that are no accents, and no variation selectors. They are not in \w.
+_SIGNS = "".join(
+    c
+    for c in map(chr, range(0x0900, 0x20000))
+    if unicodedata.category(c) in ("Mn", "Mc")
+    and not unicodedata.combining(c)
+    and not "\ufe00" <= c <= "\ufe0f"
+)
+# The lookahead skips the large set, which is slow, after words of other scripts.
+_WORD = re.compile(rf"[^\W_]+(?:(?=[^\0-\u08ff])[{_SIGNS}]+[^\W_]*)*")
 _UNSPACED = re.compile(f"[{_BLOCKS}][{_BLOCKS}\u200b-\u200d\u2060\ufeff\u00ad]*")
 
 
@@ -188,8 +197,8 @@ def row_title(value: Json) -> str:
 
 
 def terms(text: str) -> list[str]:
-    """Index terms: runs of letters and digits without accents, case folded. Stop words are kept because their
-    weight is near zero.
+    """Index terms: runs of letters, vowel signs and digits without accents, case folded. Stop words
+    are kept because their weight is near zero.
 
     For scripts without blanks between words, and for Korean, whose words contain particles, the terms are all
     characters and all pairs of neighbors.

@@ -128,6 +128,12 @@ def test_a_traceback_has_frames_of_the_program_and_no_frame_of_the_tool(tool: Py
     )
     assert result.output.count("Traceback") == 2
     assert result.output.count('File "') == result.output.count('File "<python>"') == 2
+    result = tool.run(
+        "import json\ntry:\n    json.loads('{')\nexcept ValueError as error:\n"
+        "    raise ExceptionGroup('lines', [error, ExceptionGroup('others', [error])]) from None"
+    )
+    assert result.output.count('File "') == result.output.count('File "<python>"') == 3
+    assert result.output.count("JSONDecodeError") == 2
 
 
 @needs_locks
@@ -155,6 +161,30 @@ def test_calls_share_no_state_and_repeat_exactly(tool: PythonTool) -> None:
 
 
 @needs_locks
+def test_generators_without_a_seed_repeat_exactly() -> None:
+    pytest.importorskip("sympy")
+    pytest.importorskip("numpy")
+    code = (
+        "import numpy, os, random, secrets, sympy, tempfile, uuid\n"
+        "print(random.Random().random(), random.SystemRandom().random(), secrets.randbelow(10**9))\n"
+        "print(uuid.uuid4(), os.urandom(4), numpy.random.default_rng().random(), random.Random(1).random())\n"
+        "print(sympy.randprime(1, 10**9), sympy.randMatrix(1, 2, 0, 10**6))\n"
+        "random.seed(), numpy.random.seed()\n"
+        "print(random.random(), numpy.random.rand())\n"
+        "with tempfile.TemporaryFile() as a, tempfile.NamedTemporaryFile() as b: print(b.write(b'abc'))"
+    )
+    outputs = set()
+    for _ in range(2):
+        with PythonTool(PythonToolConfig(packages=("sympy", "numpy"))) as tool:
+            for _ in range(2):
+                result = tool.run(code)
+                assert result.status == "ok", result.output
+                outputs.add(result.output)
+    assert len(outputs) == 1
+    assert "0.13436424411240122" in outputs.pop()  # of random.Random(1): a given seed counts
+
+
+@needs_locks
 def test_a_limit_on_code_that_prints_slowly_keeps_what_was_printed() -> None:
     with PythonTool(PythonToolConfig(wall_seconds=0.3)) as tool:
         result = tool.run("import time\nfor i in range(100):\n    print(i)\n    time.sleep(.05)")
@@ -175,6 +205,25 @@ def test_processor_time_is_limited_apart_from_wall_time() -> None:
 
 
 @needs_locks
+def test_standard_error_comes_after_what_was_printed_before(tool: PythonTool) -> None:
+    code = "import sys\nprint('sum:', end=' ')\nprint('warning', end=' ', file=sys.stderr)\nprint(3)"
+    assert tool.run(code).output == "sum: warning 3"
+    assert tool.run("import sys\nsys.stdout.close()\nprint('a', file=sys.stderr)").output == "a"
+
+
+@needs_locks
+@pytest.mark.parametrize(("limit", "code"), [
+    ("wall", "import time\ntime.sleep(9)"), ("wall", "while True: pass"), ("cpu", "while True: pass"),
+])  # fmt: skip
+def test_a_time_limit_keeps_what_is_buffered(limit: str, code: str) -> None:
+    config = PythonToolConfig(wall_seconds=0.3 if limit == "wall" else 60, cpu_seconds=1)
+    with PythonTool(config) as tool:
+        result = tool.run(f"print('42', end='')\n{code}")
+    assert result.status == "timeout"
+    assert result.output.startswith("42\n[stopped: ")
+
+
+@needs_locks
 def test_only_named_packages_can_be_imported() -> None:
     pytest.importorskip("sympy")
     pytest.importorskip("numpy")
@@ -185,6 +234,21 @@ def test_only_named_packages_can_be_imported() -> None:
         assert tool.run(code).output.startswith("[0.5 0.5] ")
         assert tool.run("import sympy.physics.units, mpmath\nmpmath.mpf(1)").output == "1.0"
         assert "No module named 'pydantic'" in tool.run("import pydantic").output
+
+
+@needs_locks
+def test_libraries_that_the_code_loads_start_no_threads(tool: PythonTool) -> None:
+    assert (
+        tool.run("import os\nos.environ['OPENBLAS_NUM_THREADS'] + os.environ['OMP_NUM_THREADS']").output
+        == "11"
+    )
+
+
+@needs_locks
+def test_submodules_of_scipy_can_be_imported() -> None:
+    pytest.importorskip("scipy")
+    with PythonTool(PythonToolConfig(packages=("numpy", "scipy"))) as tool:
+        assert tool.run("from scipy.linalg import det\nround(det([[1, 2], [3, 4]]))").output == "-2"
 
 
 @needs_locks
@@ -275,6 +339,8 @@ def test_the_scratch_folder_may_be_relative(monkeypatch: pytest.MonkeyPatch, tmp
         ("if x:\n    print(x)", "if x:\n    print(x)"),
         ("x = """ + '"""' + "\n    a\n    " + '"""', "x = """ + '"""' + "\n    a\n    " + '"""'),
         ("f(1,\n  2)", "f(1,\n  2)"),
+        ("  # text\nx = '''\n   \n  a'''", "  # text\nx = '''\n   \n  a'''"),
+        ("~~~x\n1", "~~~x\n1"),
         ("x = 1\n    y = = 2", "x = 1\n    y = = 2"),
         ("", ""),
     ],

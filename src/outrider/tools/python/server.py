@@ -8,6 +8,7 @@ sends the reply and exits. Requests and replies are length-prefixed bytes on the
 import contextlib
 import gc
 import importlib
+import io
 import json
 import os
 import platform
@@ -24,10 +25,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from outrider.tools.python import sandbox
-from outrider.tools.python.worker import EXIT_ERROR, EXIT_MEMORY, EXIT_OK, run_program
+from outrider.tools.python.worker import EXIT_ERROR, EXIT_MEMORY, EXIT_OK, EXIT_TIMEOUT, run_program
 
 REQUEST = struct.Struct("<I")
 """Number of code bytes; the code follows."""
@@ -39,6 +40,7 @@ STATUSES = ("ready", "fault", "ok", "error", "timeout", "memory", "output_limit"
 # Anything else on the pipe is a fault of the tool, never of the code.
 _LOCKED = b"\x01"
 _TICK = 0.02  # seconds between checks of the disk; bounds how far a fast writer can exceed its limit
+_FLUSH_GRACE = 0.1  # seconds for a worker at its time limit to write what it has buffered
 _WALL_GRACE = 2.0  # seconds after which a kernel timer kills a worker that its supervisor should have ended
 _NUM_SERVER_FILES = 256  # no descriptor of the server is larger, so a worker can close all of them
 
@@ -97,16 +99,42 @@ def main(argument: str) -> None:
             shutil.rmtree(settings.root, ignore_errors=True)
 
 
+class _ErrorFile(io.FileIO):
+    """Standard error, unbuffered; what standard output has buffered is written before it."""
+
+    def write(self, data: Any, /) -> int:
+        flush_output()
+        return super().write(data)
+
+
+def flush_output() -> None:
+    """Write what standard output has buffered, unless it is closed or being written to."""
+    with contextlib.suppress(AttributeError, ValueError, RuntimeError, OSError):
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+
+
+def _stop_at_time_limit(*_: object) -> None:
+    try:
+        flush_output()
+    finally:
+        os._exit(EXIT_TIMEOUT)
+
+
 def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
     """Import all modules, hide the other installed packages, and return the function that locks a worker."""
-    for stream in (sys.__stdout__, sys.__stderr__):
-        # a lone surrogate must not fail, and a killed call shows the lines that it printed
-        if stream is not None:
-            stream.reconfigure(errors="replace", line_buffering=True)
+    # a lone surrogate must not fail, and a killed call shows the lines that it printed
+    if sys.__stdout__ is not None:
+        sys.__stdout__.reconfigure(errors="replace", line_buffering=True)
+    errors = io.TextIOWrapper(_ErrorFile(2, "w", closefd=False), "utf-8", "replace", write_through=True)
+    sys.stderr = sys.__stderr__ = errors  # type: ignore[misc]
+    entropy = _replace_entropy()
     for name in (*_PRELOADED.split(", "), *settings.packages):
         importlib.import_module(name)
+    entropy.seed(0)
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random").seed(0)
+    if "sympy" in sys.modules:
+        importlib.import_module("sympy.core.random").seed(0)
     readable = sandbox.standard_paths() + sandbox.package_paths("outrider")
     sys.path[:] = sandbox.standard_search_path()
     reading = sandbox.read_ruleset([settings.root, *readable]) if settings.landlock else None
@@ -132,6 +160,21 @@ def _prepare(settings: ServerSettings) -> Callable[[str, int], int]:
         return 3
 
     return lock
+
+
+def _replace_entropy() -> random.Random:
+    """Replace the system's entropy, from which generators without a seed are seeded, by a generator."""
+    entropy = random.Random(0)
+    seed = random.Random.seed
+
+    def seed_reproducibly(self: random.Random, a: Any = None, version: int = 2) -> None:
+        seed(self, entropy.getrandbits(256) if a is None else a, version)
+
+    os.urandom = entropy.randbytes
+    random._urandom = entropy.randbytes  # type: ignore[attr-defined]  # of SystemRandom, and so of secrets
+    random.Random.seed = seed_reproducibly  # type: ignore[method-assign]
+    random.seed = random._inst.seed
+    return entropy
 
 
 def _serve(
@@ -208,9 +251,12 @@ def _work(code: str, sink: int, status_writer: int, folder: str, lock: Callable[
         os.dup2(sink, 1)
         os.dup2(sink, 2)
         os.chdir(folder)
+        # libraries that the code loads must not start threads, which the filter forbids
+        threads = {name: value for name, value in os.environ.items() if name.endswith("_NUM_THREADS")}
         os.environ.clear()
-        os.environ.update(HOME=folder, TMPDIR=folder)
+        os.environ.update(threads, HOME=folder, TMPDIR=folder)
         sys.argv = [""]
+        signal.signal(signal.SIGXCPU, _stop_at_time_limit)
         random.seed(0)  # the same code gives the same output
         status_writer = lock(folder, status_writer)
         for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
@@ -284,6 +330,12 @@ def _watch(
         if len(output) > limits.output_bytes:
             break
         exited_pid, status, usage = os.wait4(worker, os.WNOHANG)
+    if not exited_pid and cause == too_long:
+        os.kill(worker, signal.SIGXCPU)
+        end = time.monotonic() + _FLUSH_GRACE
+        while not exited_pid and time.monotonic() < end:
+            time.sleep(0.001)
+            exited_pid, status, usage = os.wait4(worker, os.WNOHANG)
     if not exited_pid:
         os.kill(worker, signal.SIGKILL)
         _, status, usage = os.wait4(worker, 0)
@@ -313,14 +365,17 @@ def _read(source: socket.socket) -> bytes | None:
 
 def _exit_cause(status: int, cpu_seconds: float, settings: ServerSettings) -> tuple[str, str]:
     limits = settings.limits
+    too_long = "timeout", f"stopped: used more than {limits.cpu_seconds} s of processor time"
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_seconds >= limits.cpu_seconds):
-            return "timeout", f"stopped: used more than {limits.cpu_seconds} s of processor time"
+            return too_long
         if number == signal.SIGKILL and settings.seccomp:  # the filter forbids the code to send signals
             return "fault", "something outside killed the worker (SIGKILL); is the machine out of memory?"
         return "killed", f"ended by {signal.Signals(number).name}"
     code = os.WEXITSTATUS(status)
+    if code == EXIT_TIMEOUT and cpu_seconds > 0.9 * limits.cpu_seconds:  # the kernel rounds
+        return too_long
     if code == EXIT_MEMORY:
         return "memory", f"out of memory: the limit is {limits.memory_bytes} bytes"
     return ("ok" if code == EXIT_OK else "error"), ""

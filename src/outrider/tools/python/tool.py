@@ -219,8 +219,10 @@ class PythonTool:
 
     Limits: wall and processor time, memory, files, output; no network, processes, threads or signals. Files
     outside the call's own folder cannot be changed, and only the standard library and the preloaded packages
-    can be read. The same code gives the same output: hash seed and random generators are fixed. A bare last
-    expression is printed (:func:`~outrider.tools.python.worker.print_last_expression`).
+    can be read. The same code gives the same output: the hash seed is fixed, and so are random generators,
+    also those without a seed. Exceptions are times, names of folders, addresses of objects (``print(map)``),
+    and the order of a set of objects without a hash of their own. A bare last expression is printed
+    (:func:`~outrider.tools.python.worker.print_last_expression`).
 
     Raises :class:`ToolUnavailable` if a lock or a package is missing; ``run`` raises :class:`ToolFault` if
     the server is lost twice in one call. Nothing that the code does raises an exception here.
@@ -348,13 +350,13 @@ def cut(text: str, max_chars: int) -> tuple[str, bool]:
 def extract_code(text: str) -> str:
     """Strip a Markdown fence and an indentation shared by all lines from a model's text.
 
-    Neither is valid Python, so no program that runs is changed.
+    A program that runs without the change is returned unchanged.
     """
     fenced = _FENCE.match(text)
-    code = text if fenced is None else fenced[2]
+    code = text if fenced is None or _is_python(text) else fenced[2]  # ``~~~x`` is an expression
     first = next((line for line in code.split("\n") if line.strip()), "")
     if first[:1] in (" ", "\t"):
-        return textwrap.dedent(code)
+        return code if _is_python(code) else textwrap.dedent(code)  # a comment may be indented
     head, _, rest = code.partition("\n")  # the parser of tags stripped the first line's indentation
     dedented = f"{head}\n{textwrap.dedent(rest)}"
     is_indented = rest[:1] in (" ", "\t") and dedented != code

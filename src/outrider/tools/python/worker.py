@@ -8,7 +8,7 @@ import traceback
 import types
 
 FILENAME = "<python>"
-EXIT_OK, EXIT_ERROR, EXIT_MEMORY = 0, 1, 77
+EXIT_OK, EXIT_ERROR, EXIT_MEMORY, EXIT_TIMEOUT = 0, 1, 77, 78
 
 
 def print_last_expression(code: str) -> ast.Module:
@@ -70,6 +70,7 @@ def _report(error: BaseException) -> int:
                 [frame for frame in part.stack if frame.filename == FILENAME]
             )
             parts += [other for other in (part.__cause__, part.__context__) if other is not None]
+            parts += part.exceptions or ()
         print("".join(report.format()), end="", file=sys.stderr)
     except MemoryError:
         return EXIT_MEMORY
