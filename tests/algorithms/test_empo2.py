@@ -279,7 +279,13 @@ def test_a_thought_is_no_action_and_no_tip() -> None:
     assert record_text("T", action="plain", score=0.5) == "T Here: plain; final score 0.5."
     for before in ("Here is a tip for the next attempt:\n\n", "**Tip:**\n", "```\n", "<tip>\n", "# Tip\n"):
         assert clean_reflection(f"{before}Look in the fridge first.\n") == "Look in the fridge first."
-    assert clean_reflection("Open the door:") == "Open the door:"
+    for tip in (
+        "Open the door:",
+        "Rule of thumb: look around:\nb",
+        "1. Check the units:\nb",
+        ":" * 50_000 + "a\nb",
+    ):
+        assert clean_reflection(tip) == tip.partition("\n")[0]
     assert clean_reflection("<think>hm</think>\nTry left.") == "Try left."
     assert clean_reflection("<think>cut") == ""
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from outrider.engines.base import FinishReason, Generation, Request
+from outrider.engines.local import model as model_module
 from outrider.engines.local.engine import UnpackedEngine, describe_path
 from outrider.engines.local.model import LanguageModel, load_model
 from outrider.engines.local.unpacked import CacheUse, examine
@@ -229,3 +230,19 @@ def test_an_architecture_with_its_own_attention_runs_unpacked(name: str, tmp_pat
     assert model.unpacked is not None and model.unpacked.why == "its attention cannot be replaced"
     with pytest.raises(ModelError):
         load_model(folder, precision="float32", forward="packed")
+
+
+def test_an_error_of_reading_does_not_change_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _saved(CONFIG_MAPPING["llama"](**_SIZES, **_ENDS, intermediate_size=48), tmp_path)
+    reads = []
+
+    def fails(*args: object, **kwargs: object) -> object:
+        reads.append(args)
+        raise OSError("no connection")
+
+    monkeypatch.setattr(model_module, "_FROM_PRETRAINED", fails)
+    with pytest.raises(ModelError, match="no connection"):
+        load_model(folder, precision="float32")
+    assert len(reads) == 1

@@ -135,7 +135,7 @@ REQUEST = (
     "from complete. Write only the tip."
 )
 HEADING = "Notes from earlier attempts:"
-_PREAMBLE = re.compile(r"```.*|#+ .*|</?\w+>|.*:\W*")
+_PREAMBLE = re.compile(r"```.*|#+ .*|</?\w+>|(?!\d+[.)]|[-*] )[^:：]{0,60}[:：][*_\"'\s]*")
 _TAGGED = re.compile(r"<(?!think\b)(\w+)>(.*?)</\1>", re.DOTALL)
 
 

@@ -10,7 +10,6 @@ reader counts everything that it has to drop.
 import csv
 import importlib
 import json
-import logging
 import math
 import re
 from collections import Counter
@@ -65,6 +64,9 @@ COLUMNS: Final = frozenset({*QUESTIONS, *_CHATS, "completion", "input", "output"
 """Columns that the reader uses."""
 
 
+_CONFIRMATION: Final = re.compile(r"(ok|okay|understood|got it|i understand)\b.{0,80}", re.IGNORECASE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """A chat and the question that it answers. ``dropped`` counts the dropped fields and parts by name. The
@@ -97,6 +99,12 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         )
         num_given += bool(num_given)
     question = _question(record, messages, num_given)
+    if not num_given and all(record.get(key) is None for key in (*QUESTIONS, "task_key")):
+        # AgentInstruct and ETO begin with one instruction for all tasks, which the assistant confirms.
+        start = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
+        said, *others = messages[start:]
+        if _CONFIRMATION.fullmatch(turn_text(said)) and len(others) > 1 and others[0].role == "user":
+            question, num_given = others[0].content, start + 2
     return Chat(question=question, messages=tuple(messages), dropped=dropped, num_given=num_given)
 
 
@@ -645,12 +653,11 @@ def import_trajectories(
     path = Path(path)
     trajectories: list[Trajectory] = []
     questions: dict[str, str] = {}
-    beginnings: dict[str, list[int]] = {}  # by question: trajectories whose first turn may be a part of it
     problems: list[str] = []
     dropped: Counter[str] = Counter()
     for number, read in _records(path):
         try:
-            question, trajectory, left_out, may_move = _trajectory(read(), agent, answer_marks)
+            question, trajectory, left_out = _trajectory(read(), agent, answer_marks)
             if questions.setdefault(trajectory.task_key, question).strip() != question.strip():
                 raise ValueError(f"task {trajectory.task_key!r} has another question than before")
         except (ValueError, OverflowError, RecursionError, TypeError) as error:
@@ -659,12 +666,8 @@ def import_trajectories(
                 raise DataError(problem) from error
             problems.append(problem)
         else:
-            if may_move:
-                beginnings.setdefault(trajectory.task_key, []).append(len(trajectories))
             trajectories.append(trajectory)
             dropped += left_out
-    for numbers in beginnings.values():
-        _move_questions(numbers, trajectories, questions)
     if not trajectories:
         raise DataError(f"{path}: no usable trajectory ({len(problems)} malformed)")
     return Imported(
@@ -673,36 +676,6 @@ def import_trajectories(
         problems=tuple(problems),
         dropped=dict(sorted(dropped.items())),
     )
-
-
-def _move_questions(
-    numbers: Sequence[int], trajectories: list[Trajectory], questions: dict[str, str]
-) -> None:
-    """Move the first turn of trajectories with one question into their prompts if it is the same in all, as
-    ``OK`` after an instruction, and the messages after it differ: those are the questions (AgentInstruct,
-    ETO).
-    """
-    group = [trajectories[number] for number in numbers]
-    following = {one.steps[0].observation for one in group}
-    is_begun = all(len(one.steps) > 1 and one.steps[0].observation.strip() for one in group)
-    if len(following) == 1 or not is_begun or len({one.steps[0].text for one in group}) > 1:
-        return
-    logging.getLogger(__name__).warning(
-        "%d chats begin with one question and answer, and continue with different messages: those are read "
-        "as their questions", len(group),
-    )  # fmt: skip
-    for number, one in zip(numbers, group, strict=True):
-        first, *steps = one.steps
-        key = question_key(first.observation)
-        said = Message(role="assistant", content=first.text), Message(role="user", content=first.observation)
-        trajectories[number] = replace(
-            one,
-            task_key=key,
-            trajectory_id=one.trajectory_id.replace(one.task_key, key),
-            prompt=(*one.prompt, *said),
-            steps=tuple(steps),
-        )
-        questions[key] = first.observation
 
 
 # A record of a file: its number, and a function that parses it; errors are reported with the number.
@@ -857,10 +830,7 @@ def _saved_dataset(path: Path) -> Iterator[_Record]:
 
 def _trajectory(
     record: object, agent: str, answer_marks: Sequence[str]
-) -> tuple[str, Trajectory, Counter[str], bool]:
-    """Return also whether the question was taken from the chat, and a turn without markup and a message of
-    the user follow it.
-    """
+) -> tuple[str, Trajectory, Counter[str]]:
     if not isinstance(record, dict):
         raise ValueError(f"a record is an object, not {type(record).__name__}")
     chat = read_chat(record)
@@ -884,15 +854,7 @@ def _trajectory(
         num_tokens=num_tokens,
     )
     unread = Counter(f"column {str(key)!r}" for key in record if key not in _OWN_COLUMNS)
-    turn, *others = chat.messages[len(prompt) :]
-    may_move = (
-        all(record.get(key) is None for key in (*QUESTIONS, "task_key"))
-        and not turn.tool_calls
-        and "<" not in turn.content
-        and bool(others)
-        and others[0].role == "user"
-    )
-    return question, trajectory, chat.dropped + unread, may_move
+    return question, trajectory, chat.dropped + unread
 
 
 _WORDS: Final[Mapping[str, float]] = {

@@ -599,6 +599,7 @@ class RunState:
                 buffer.pin(int(state["buffer_revision"]))  # others may have added to it since
         if (began_with := state["buffer_digest"]) is not None:
             check_inputs({BUFFER: began_with}, {BUFFER: self._buffer_digest()}, other_versions=False)
+        self.run.finished_evaluations()  # raises for a damaged file
         # All checks are done: from here on files are written and cut.
         self.run.commit()
         num_retained = self._retain_last_evaluation(state, last_label, is_done=is_done)

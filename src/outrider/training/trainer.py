@@ -132,14 +132,14 @@ class Trainer:
             )
 
     def _train(self) -> None:
-        self._raise_if_stopped()
         settings, state = self.parts.settings, self.state
         num_steps = settings.train.num_steps
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
+        if checkpoints and not self._resume(checkpoints):
+            return
+        self._raise_if_stopped()  # after larger limits of a resume are recorded
         if not checkpoints:
             self._begin()
-        elif not self._resume(checkpoints):
-            return
         if settings.cold_start.num_examples:
             self._evaluate("after cold start")
         if state.step and self._evaluates_now():

@@ -212,27 +212,12 @@ def load_model(
     ModelError if they are missing, have no chat template or no end of turn, or cannot be computed exactly,
     and ConfigError for an unavailable device.
     """
-    try:
-        return _load_model(name, precision=precision, device=device, forward=forward)
-    except ModelError as error:
-        if forward != "auto":
-            raise
-        try:  # some architectures know only their own attention
-            loaded = _load_model(name, precision=precision, device=device, forward="unpacked")
-        except ModelError:
-            raise error from error.__cause__
-    assert loaded.unpacked is not None
-    return replace(loaded, unpacked=replace(loaded.unpacked, why="its attention cannot be replaced"))
-
-
-def _load_model(name: str, *, precision: Precision, device: str, forward: Forward) -> LanguageModel:
     require_device(device)
     register()
     disable_progress_bar()  # the run has its own display
     dtype = getattr(torch, resolve_precision(precision, device))
-    attention = EAGER if forward == "unpacked" else IMPLEMENTATION
     folder = resolve_model(name)
-    model, unused = read_weights(folder, name, dtype=dtype, attention=attention)
+    model, unused, why = _read_for(forward, folder, name, dtype)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     # damaged or malicious files raise any exception
@@ -252,7 +237,24 @@ def _load_model(name: str, *, precision: Precision, device: str, forward: Forwar
         eos_texts=texts,
         unused=unused,
     )
-    return _choose_path(loaded, name, forward)
+    return _choose_path(loaded, name, forward, why)
+
+
+def _read_for(
+    forward: Forward, folder: str, name: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, tuple[str, ...], str]:
+    """Load the weights; also returns why they cannot run packed, if that is known before it is tried."""
+    if forward == "unpacked":
+        return *read_weights(folder, name, dtype=dtype, attention=EAGER), "model.forward requests it"
+    try:
+        model, unused = read_weights(folder, name, dtype=dtype, attention=IMPLEMENTATION)
+        if forward == "packed" or model._can_set_attn_implementation():
+            return model, unused, ""
+        del model
+    except ModelError as error:  # an architecture that looks for the name in a table of its own
+        if forward == "packed" or not isinstance(error.__cause__, KeyError):
+            raise
+    return *read_weights(folder, name, dtype=dtype, attention=EAGER), "its attention cannot be replaced"
 
 
 def read_weights(
@@ -331,9 +333,9 @@ def _unused_layer_weights(model: PreTrainedModel, unused: Sequence[str]) -> list
     return more or [key for key in unused if isinstance(modules.get(key.removesuffix(".bias")), nn.Linear)]
 
 
-def _choose_path(loaded: LanguageModel, name: str, forward: Forward) -> LanguageModel:
+def _choose_path(loaded: LanguageModel, name: str, forward: Forward, why: str) -> LanguageModel:
     """Choose packed if it is exact and allowed. Raises ModelError if no allowed path is exact."""
-    why = "model.forward requests it" if forward == "unpacked" else _not_packed(loaded)
+    why = why or _not_packed(loaded)
     if not why:
         return loaded
     if forward == "packed":

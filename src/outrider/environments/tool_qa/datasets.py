@@ -215,12 +215,16 @@ def is_list_text(text: str) -> bool:
 
 
 def _plain(value: Any) -> float | str:
-    """A value of a table that JSON does not have: a decimal is a number, dates and UUIDs are text. Of others,
-    such as images, only the type is kept.
+    """A value of a table that JSON does not have: a decimal is a number, bytes, dates and UUIDs are text. Of
+    others, such as images, only the type is kept.
     """
     if isinstance(value, Decimal):
         return float(value)
-    return str(value) if isinstance(value, date | time | timedelta | UUID) else f"<{type(value).__name__}>"
+    return (
+        str(value)
+        if isinstance(value, bytes | date | time | timedelta | UUID)
+        else f"<{type(value).__name__}>"
+    )
 
 
 def _key(row: Row, column: str) -> str:
