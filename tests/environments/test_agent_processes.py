@@ -66,22 +66,18 @@ def test_a_proxy_of_the_network_is_not_used_for_the_endpoint(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("failed_return", [None, 0.0])
-def test_a_reward_function_that_exits_is_a_fault(failed_return: float | None) -> None:
-    settings = {"reward": f"{PROGRAMS}:exiting", "failed_return": failed_return}
-    with closing(own_factory(function=f"{PROGRAMS}:words", **settings)) as factory:
-        report = scheduler(factory, script=lambda *_: "b").run([task("", "b")], modes=("m",), training_step=0)
-    [leaf] = report.traces[0].leaves.values()
-    assert leaf.outcome is Outcome.ENVIRONMENT_FAULT and "SystemExit: no key" in leaf.detail
-
-
-@pytest.mark.parametrize("failed_return", [None, 0.0])
-def test_a_reward_function_that_fails_is_a_fault_and_finds_no_policy(failed_return: float | None) -> None:
-    settings = {"reward": f"{PROGRAMS}:judged", "failed_return": failed_return}
+@pytest.mark.parametrize(
+    ("reward", "reason"), [("judged", "KeyError: 'OPENAI_BASE_URL'"), ("exiting", "SystemExit: no key")]
+)
+def test_a_reward_function_that_fails_is_a_fault_and_finds_no_policy(
+    reward: str, reason: str, failed_return: float | None
+) -> None:
+    settings = {"reward": f"{PROGRAMS}:{reward}", "failed_return": failed_return}
     with closing(own_factory(function=f"{PROGRAMS}:words", **settings)) as factory:
         report = scheduler(factory, script=lambda *_: "b").run([task("", "b")], modes=("m",), training_step=0)
     [leaf] = report.traces[0].leaves.values()
     assert leaf.outcome is Outcome.ENVIRONMENT_FAULT
-    assert "the reward function" in leaf.detail and "KeyError: 'OPENAI_BASE_URL'" in leaf.detail
+    assert "the reward function" in leaf.detail and reason in leaf.detail
 
 
 def test_programs_find_the_policy_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:

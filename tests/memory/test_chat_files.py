@@ -791,6 +791,10 @@ def test_an_instruction_and_ok_are_not_the_question(tmp_path: Path) -> None:
     }
     assert all(len(one.steps) == 2 and len(one.prompt) == 3 for one in imported.trajectories)
     assert imported.questions[keys[0]] == "Your task is 0."
+    blank = record(0)
+    blank["conversations"][2]["value"] = " "
+    path.write_text(json.dumps(blank))
+    assert import_trajectories(path).trajectories[0].task_key == question_key("Solve tasks.")
     path.write_text("\n".join(json.dumps(record(n, question="Solve tasks.")) for n in range(3)))
     assert all(len(one.steps) == 3 for one in import_trajectories(path).trajectories)
 

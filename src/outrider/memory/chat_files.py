@@ -103,7 +103,8 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
         # AgentInstruct and ETO begin with one instruction for all tasks, which the assistant confirms.
         start = next((n for n, message in enumerate(messages) if message.role == "assistant"), 0)
         said, *others = messages[start:]
-        if _CONFIRMATION.fullmatch(turn_text(said)) and len(others) > 1 and others[0].role == "user":
+        follows = len(others) > 1 and others[0].role == "user" and bool(others[0].content.strip())
+        if follows and _CONFIRMATION.fullmatch(turn_text(said)):
             question, num_given = others[0].content, start + 2
     return Chat(question=question, messages=tuple(messages), dropped=dropped, num_given=num_given)
 

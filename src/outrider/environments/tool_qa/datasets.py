@@ -220,11 +220,9 @@ def _plain(value: Any) -> float | str:
     """
     if isinstance(value, Decimal):
         return float(value)
-    return (
-        str(value)
-        if isinstance(value, bytes | date | time | timedelta | UUID)
-        else f"<{type(value).__name__}>"
-    )
+    if isinstance(value, bytes | date | time | timedelta | UUID):
+        return str(value)
+    return f"<{type(value).__name__}>"
 
 
 def _key(row: Row, column: str) -> str:
