@@ -73,7 +73,8 @@ def resolve_settings(settings: ModelSettings) -> ModelSettings:
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
             raise CheckpointError(
-                f"{folder} is not in a run directory: set the model's name, and this folder as --checkpoint"
+                f"{folder} is not in a run directory: set the model's name, and this folder as "
+                "model.initial_checkpoint (--checkpoint)"
             )
     elif (folder / "config.toml").exists():
         checkpoints = checkpoints_newest_first(folder / "checkpoints")
