@@ -23,7 +23,7 @@ from outrider.algorithms.rollout_replay import (
 from outrider.config import validate
 from outrider.errors import CheckpointError, ConfigError
 from outrider.metrics import declared_metric
-from outrider.trace import REBUILT, Trace
+from outrider.trace import Trace
 from outrider.training.settings import RunSettings
 from outrider.training.update import rollout_paths
 from outrider.types import Origin, Task
@@ -350,16 +350,3 @@ def test_the_weight_of_the_replayed_loss_is_that_of_its_advantages() -> None:
 def test_settings_of_the_replay_that_mean_nothing_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         validate(RolloutReplaySettings, options)
-
-
-def test_a_stored_group_has_no_prompt_of_a_turn_that_did_not_follow() -> None:
-    """It would be a sample without a trained token (``update.mini_batch_samples``)."""
-    trace = new_trace("t", modes=("on_policy",))
-    root = add_node(trace, None, Origin.PROMPT, token_ids=(5, 6))
-    turn = add_node(trace, root, Origin.POLICY, token_ids=(7,), logprobs=(-0.5,), entropies=(0.5,))
-    prompt = add_node(
-        trace, turn, Origin.ENVIRONMENT, token_ids=(5, 8), restarts=True, metadata={REBUILT: True}
-    )
-    finish(trace, prompt, 1.0)
-    [fresh], [stored] = rollout_paths([trace]), rollout_paths([stored_copy(trace)])
-    assert [node.token_ids for node in stored.nodes] == [node.token_ids for node in fresh.nodes]

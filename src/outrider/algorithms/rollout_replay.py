@@ -37,7 +37,7 @@ from outrider.config import Settings
 from outrider.environments.base import is_stateful
 from outrider.errors import CheckpointError
 from outrider.seeding import stream
-from outrider.trace import Leaf, Node, Trace, without_open_prompt
+from outrider.trace import Leaf, Node, Trace
 from outrider.types import Message, Origin, Outcome, Task
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ def stored_copy(trace: Trace) -> Trace:
     copy = Trace(task=Task(key=trace.task.key, question=""))
     copy.is_replayed = True
     positions: dict[int, int] = {}
-    for leaf, whole_path in trace.scored_rollouts():
-        path = without_open_prompt(whole_path)  # the copy does not mark it
+    for leaf, path in trace.scored_rollouts():
         for node in path:
             if node.node_id not in positions:
                 added = copy.append(
