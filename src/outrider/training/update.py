@@ -436,7 +436,10 @@ class _Update:
         if trained and objective.positive_nll > 0:
             extra["loss/positive_nll"] = success_weights(every, batches, ranks)
         if trained and objective.entropy_bonus > 0:
-            extra["loss/entropy"] = mean_weights([~batch.is_off_policy_T for batch in batches], ranks)
+            masks = [~batch.is_off_policy_T for batch in batches]
+            entropy_weights = mean_weights(masks, ranks)  # on every rank
+            if any(bool(mask.any()) for mask in masks):  # not only replayed rollouts
+                extra["loss/entropy"] = entropy_weights
         if trained and objective.observation_nll > 0:
             masks = [torch.ones_like(batch.observed_M) for batch in batches]
             extra["loss/observation_nll"] = mean_weights(masks, ranks)
