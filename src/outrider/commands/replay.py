@@ -17,7 +17,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         "outrider replay runs/demo --step 3",
     )
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 0")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 1")
     parser.set_defaults(command=_replay)
 
 
