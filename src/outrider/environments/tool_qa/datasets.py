@@ -67,8 +67,9 @@ class DatasetConfig(Settings):
 def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool = False) -> list[Task]:
     """The tasks of one split in file order. ``setting`` is the dotted key of ``config``, for messages.
 
-    With ``keeps_columns``, all columns of a row are the metadata of its task, and the column of the answer
-    may be missing. Questions that occur more than once are reported in one line.
+    With ``keeps_columns``, all columns of a row are the metadata of its task, for functions that read them.
+    The column ``answer`` may then be missing, null, or no text and no number: such a task has no accepted
+    answers. Questions that occur more than once are reported in one line.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
     column, a blank question or answer and a duplicate key; ToolUnavailable if the hub is needed without
@@ -95,7 +96,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         key = f"{name}-{index}" if config.key is None else _key(row, config.key)
         question = row.text(config.question).strip()
         column = answer_column(row, config.answer)
-        has_answer = not keeps_columns or column != "answer" or "answer" in row.values
+        has_answer = not keeps_columns or config.answer != "answer" or _has_answer(row, column, config)
         values = row.get(column) if has_answer else []
         answers = tuple(
             _answer(value, row, config) for value in (values if isinstance(values, list) else [values])
@@ -192,6 +193,16 @@ def answer_column(row: Row, column: str) -> str:
         column == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
     )
     return "answers" if is_other else column
+
+
+def _has_answer(row: Row, column: str, config: DatasetConfig) -> bool:
+    """Whether a row has a value that can be an accepted answer, or a null that leaves the row out."""
+    value = row.values.get(column)
+    if value is None:
+        return column in row.values and config.blank_answers == "drop"
+    values = value if isinstance(value, list) else [value]
+    types = (str, int, float, Decimal)
+    return bool(values) and all(isinstance(item, types) and not isinstance(item, bool) for item in values)
 
 
 def warn_of_list_texts(locations: Sequence[str]) -> None:
