@@ -420,7 +420,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "no JSON"}]},
         "message 1: 'tool_calls' must be a list of function calls",
     ),
-    (answer(content="Better ask.", channel="analysis"), "message 1 is thinking or a call in OpenAI's Harmony"),
+    (answer(content="Better ask.", channel="analysis"), "message 1 is thinking or a call in OpenAI"),
     (answer(content="{}", channel="commentary", recipient="functions.weather"), "Harmony format"),
 ]
 
