@@ -190,7 +190,9 @@ def test_the_format_has_no_part_in_the_reward_of_a_function() -> None:
         assert result.metrics["format_ok"] == 0.0
 
 
-def test_a_conversational_prompt_makes_conversational_completions(rewards: Any, tmp_path: Path) -> None:
+def test_a_conversational_prompt_makes_conversational_completions(
+    rewards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 3?"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "prompt": prompt}))
     path = {"path": "rows.jsonl", "question": "prompt.1.content"}
@@ -198,6 +200,10 @@ def test_a_conversational_prompt_makes_conversational_completions(rewards: Any, 
     assert result.episode_return == 1.0
     assert rewards.seen[0]["prompts"] == [prompt]
     assert rewards.seen[0]["completions"] == [[{"role": "assistant", "content": "It is 5."}]]
+    assert "rows.jsonl: 1 row has messages in front of the question that are no part" in caplog.text
+    caplog.clear()
+    play(settings("trl", train=path, system_prompt="Add. "), "It is 5.")
+    assert "in front of the question" not in caplog.text
     with pytest.raises(DataError, match=r"is a list of messages.* such as prompt\.1\.content"):
         ToolEnvironment.tasks(settings("trl"), "train")
 

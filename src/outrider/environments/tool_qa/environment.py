@@ -458,7 +458,12 @@ class ToolEnvironment(Environment):
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
         path = settings.reward.function
-        tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=path is not None)
+        tasks = load_tasks(
+            dataset,
+            setting=f"environment.{split}",
+            keeps_columns=path is not None,
+            system_prompt=settings.system_prompt or "",
+        )
         function = None if path is None else RewardFunction(path)
         for task in tasks if function is not None else ():
             if missing := function.missing_column(task):
