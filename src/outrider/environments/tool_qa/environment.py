@@ -464,8 +464,10 @@ class ToolEnvironment(Environment):
             keeps_columns=path is not None,
             system_prompt=settings.system_prompt or "",
         )
-        function = None if path is None else RewardFunction(path)
-        for task in tasks if function is not None else ():
+        if path is None:
+            return tasks
+        function = RewardFunction(path)
+        for task in tasks:
             if missing := function.missing_column(task):
                 raise DataError(
                     f"environment.{split}: the reward function {path} needs the column {missing}; "
