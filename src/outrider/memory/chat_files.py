@@ -184,7 +184,7 @@ def _items(record: Mapping[str, Any], dropped: Counter[str]) -> tuple[list[Any],
 def _listed(value: Any, key: str) -> list[Any]:
     items = _decoded(value)
     if not isinstance(items, list):
-        raise ValueError(f"{key!r} must be a list")
+        raise ValueError(f"{key!r} must be a list{' as JSON text' if isinstance(value, str) else ''}")
     return items
 
 
