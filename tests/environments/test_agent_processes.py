@@ -93,10 +93,11 @@ def test_programs_find_the_policy_under_both_names(monkeypatch: pytest.MonkeyPat
 
 def test_columns_of_the_data_are_the_metadata(tmp_path: Path) -> None:
     rows = [{"question": "q", "answer": "a", "files": ["a.txt"]}, {"question": "r", "files": []}]
+    rows += [{"question": "s", "answer": answer} for answer in ({"value": 5}, None)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = AgentTaskSet(AgentConfig(function="a:b", train={"path": tmp_path / "rows.jsonl"})).tasks("train")
     assert [(one.answers, one.metadata) for one in tasks] == [
-        (("a",), {"files": ["a.txt"]}), ((), {"files": []})
+        (("a",), {"files": ["a.txt"]}), ((), {"files": []}), ((), {"answer": {"value": 5}}), ((), {}),
     ]  # fmt: skip
 
 
