@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import takewhile
@@ -576,6 +576,14 @@ class RunState:
                 )
         for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks.get(name):
+                if name == "train" and tasks_hash == hash_tasks(
+                    [replace(task, metadata={}) for task in self.parts.train_tasks]
+                ):
+                    raise CheckpointError(
+                        f"this run began with version {state['versions'].get('outrider')}, whose tasks lack "
+                        "the further columns of the data that they have now: resume it with that version, or "
+                        "begin a new run with model.initial_checkpoint"
+                    )
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"
