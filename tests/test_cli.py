@@ -113,9 +113,9 @@ def test_missing_and_malformed_recipes(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_options_that_contradict(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _assert_error(capsys, ["train"], 2, "pass a recipe")
+    _assert_error(capsys, ["train"], 2, "name a recipe")
     _assert_error(capsys, ["train", str(recipe)], 2, "--run DIRECTORY")
-    _assert_error(capsys, ["train", str(recipe), "--resume", str(tmp_path)], 2, "pass a recipe")
+    _assert_error(capsys, ["train", str(recipe), "--resume", str(tmp_path)], 2, "name a recipe")
     _assert_error(capsys, ["train", "--resume", str(tmp_path), "--model", "x"], 2, "has its own model")
     with pytest.raises(SystemExit) as stopped:
         main(["train", str(recipe), "--no-such-option"])

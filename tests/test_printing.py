@@ -100,7 +100,7 @@ def test_texts_of_a_buffer_cannot_control_the_terminal(
     file.write_text(json.dumps(record) + "\n" + json.dumps(record | {"reward": ESCAPES}) + "\n")
     given = ("--embedder", "hash")
     assert main(["buffer", "import", str(file), "--out", buffer, "--skip-malformed", *given]) == 0
-    assert main(["buffer", "stats", buffer, *given]) == 0
+    assert main(["buffer", "stats", buffer]) == 0
     assert main(["buffer", "query", buffer, "look", *given]) == 0
     message = capsys.readouterr()
     assert "owned" in message.out and is_calm(message.out) and is_calm(message.err)

@@ -77,7 +77,9 @@ def train(
     progress = progress or _default_progress()
     with _plugin_sections(plugins) as sections:
         if (recipe is None) == (resume is None):
-            raise ConfigError("pass a recipe for a new run, or --resume RUN to continue a run")
+            raise ConfigError(
+                "name a recipe for a new run, or a run to continue (--resume RUN; resume=RUN in Python)"
+            )
         if resume is not None:
             for name, value in plugins.items():
                 if isinstance(value, str | Mapping):
@@ -367,5 +369,5 @@ def _validate_run(run: str | Path | None, settings: "RunSettings") -> Path:
 
 def _new_folder(run: str | Path | None) -> Path:
     if run is None:
-        raise ConfigError("a new run needs --run DIRECTORY")
+        raise ConfigError("a new run needs a directory (--run DIRECTORY; run=DIRECTORY in Python)")
     return Path(run).expanduser()  # the shell leaves the ~ of --run=~/runs

@@ -96,7 +96,7 @@ def test_a_row_that_cannot_be_replayed_has_a_reason(
     for arguments, says in (
         (["--replay", "third"], "no row 'third': there are first, second"),
         (["--replay", "first"], "it needs model, SHA-256"),
-        ([], "no row can be replayed here: it needs model, SHA-256"),
+        ([], "files and tables are correct, but no row can be replayed here: first: it needs model, SHA-256"),
         ([f"model.name={root / 'given'}", "--replay", "first"], "is not the model of the run"),
     ):
         assert main(["verify", str(root / "pack"), "--progress", "none", *arguments]) == 1

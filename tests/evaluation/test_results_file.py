@@ -164,7 +164,7 @@ def test_another_identity_is_an_error_that_names_the_difference(tmp_path: Path) 
     opened(path).close()
     with pytest.raises(
         ConfigError,
-        match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'; give a new --run$",
+        match=r"panel_hash was 'ab' and is 'cd'; variant was None and is 'squad'; name another dir",
     ):
         opened(path, panel_hash="cd", variant="squad")
     opened(path).close()

@@ -102,7 +102,7 @@ def test_an_evaluation_refuses_to_train_and_to_leave_itself_out(override: str, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "pass a recipe"),
+        ({}, "name a recipe"),
         ({"recipe": {"environment": {"type": "house"}}, "run": "new"}, "algorithm: Field required"),
         ({"recipe": "gone.toml", "run": "new"}, "cannot read gone.toml"),
         ({"recipe": {}, "environments": "house"}, "unknown plug-in section 'environments'"),

@@ -68,6 +68,7 @@ class Plain:
 
     hooks: tuple[Any, ...]
     choices: Mapping[int, TaskChoice] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)  # of experts, one per round
 
     def choose_tasks(self, tasks: Sequence[Task], *, step: int, num_groups: int) -> TaskChoice:
         return self.choices.get(step) or TaskChoice(num_groups=num_groups)
@@ -75,8 +76,9 @@ class Plain:
     def modes_of(self, step: int, group: int) -> Sequence[str]:
         return [f"mode {step}.{group}"] * SIZE
 
-    def prepare(self, tasks: Any, modes: Any, *, step: int, play: Any) -> None:
+    def prepare(self, tasks: Any, modes: Any, *, step: int, play: Any) -> list[str]:
         assert len(tasks) == len(modes)
+        return [self.failures.pop()] if self.failures else []
 
     def counts(self) -> list[dict[str, int]]:
         return [{"sum": hook.sum} for hook in self.hooks]
@@ -172,7 +174,8 @@ class Run:
                 environment=SimpleNamespace(max_batch_calls=options.get("max_calls")),
                 algorithm=SimpleNamespace(tip_memory=None),
             ),
-            algorithm=Plain((memory,), options.get("choices", {})), train_tasks=TASKS,
+            algorithm=Plain((memory,), options.get("choices", {}), options.get("failures", [])),
+            train_tasks=TASKS,
             remote=SimpleNamespace(pool=self.pool),
         )  # fmt: skip
         self.queue = AsyncRolloutQueue(self.parts, step=self.step, cursor=self.cursor, snapshot=snapshot)
@@ -325,6 +328,21 @@ def test_a_choice_that_changes_after_the_checkpoint_keeps_the_tasks_that_have_be
         run.kill_and_resume(tmp_path, saved)
         run.train_step()
         assert [trace.task for trace in run.trained[1].sampled.traces] == tasks
+
+
+def test_reasons_of_failed_experts_survive_kills(tmp_path: Path) -> None:
+    """An expert that failed for a step ahead is requested again, and answers or fails again."""
+    for failures in (["b", "a"], ["b", "b", "a"], ["c", "b", "a"]):
+        run = Run(staleness=1, num_steps=2, failures=failures)
+        expected = {"a": ["a"], "b": ["c", "b"] if "c" in failures else ["b"]}
+        run.train_step()
+        for _ in range(2):
+            saved = run.save(tmp_path)
+            run.kill_and_resume(tmp_path, saved)
+        run.train_step()
+        for queued, reasons in zip(run.trained, expected.values(), strict=True):
+            assert queued.sampled.fault_reasons == tuple(reasons)
+            assert queued.sampled.faults["expert"] == len(reasons)
 
 
 def test_an_extended_run_plays_the_tasks_of_a_longer_one(tmp_path: Path) -> None:

@@ -319,7 +319,7 @@ def test_stats_and_query_print_what_is_there(
     out = tmp_path / "b.sqlite"
     imported(chats(tmp_path / "a.jsonl", chat("a [/red]", 1.0), chat("b", 0.5)), out)
     capsys.readouterr()
-    assert print_stats(out, embedder="hash") == 0
+    assert print_stats(out) == 0
     counts = table(capsys.readouterr().out)
     assert (counts["tasks"], counts["trajectories"], counts["steps"]) == ("1", "2", "4")
     assert (counts["trajectories of imported"], counts["share of terminal steps"]) == ("2", "0.500")
@@ -350,7 +350,7 @@ def test_the_command_line_reaches_all_four(family: ToyTaskSet, tmp_path: Path, c
     )
     out = str(tmp_path / "b.sqlite")
     assert main(["buffer", "build", str(file), "--out", out]) == 0
-    assert main(["buffer", "stats", out, "--embedder", "hash"]) == 0
+    assert main(["buffer", "stats", out]) == 0
     assert main(["buffer", "query", out, "question 0", "-k", "1", "--embedder", "hash"]) == 0
     assert (
         main(
@@ -366,6 +366,6 @@ def test_the_command_line_reaches_all_four(family: ToyTaskSet, tmp_path: Path, c
         )
         == 0
     )
-    assert main(["buffer", "stats", str(tmp_path / "none"), "--embedder", "hash"]) == 1
-    assert main(["buffer", "stats", out, "--embedder", "minilm"]) == 2
+    assert main(["buffer", "stats", str(tmp_path / "none")]) == 1
+    assert main(["buffer", "query", out, "x", "--embedder", "minilm"]) == 2
     assert capsys.readouterr().err.count("\n") == 2

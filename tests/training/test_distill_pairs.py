@@ -19,6 +19,8 @@ from outrider.algorithms.distill_help import (
     with_helped_mode,
 )
 from outrider.algorithms.distill_losses import distill_losses, divergence_per_token, gates
+from outrider.algorithms.luffy import LuffySettings
+from outrider.algorithms.rollout_replay import RolloutReplaySettings
 from outrider.config import validate
 from outrider.trace import BODY, Insertion, Leaf, Node, Trace, with_help
 from outrider.training.distill_term import pair_paths
@@ -246,3 +248,16 @@ def test_pairs_change_no_other_term() -> None:
         {name: plain[name] for name in names}, rel=1e-9
     )
     assert_equal_gradients(other, gradient, 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric"), [(LuffySettings, "luffy/num_tokens"), (RolloutReplaySettings, "replay/num_tokens")]
+)
+def test_pairs_are_no_demonstrations_and_not_replayed(kind: Any, metric: str) -> None:
+    trace, chosen = group(), likelihood(pair_gamma=1.0)
+    weigh_turns(trace, chosen)
+    report = update(
+        Recorder(tiny_model(dtype=torch.float64)), [trace], objective=kind(distill=chosen),
+        settings=UpdateSettings(max_logprob_gap=99.0), reference=None,
+    )  # fmt: skip
+    assert report.metrics["distill/num_tokens"] == 6.0 and metric not in report.metrics

@@ -159,7 +159,7 @@ def test_an_evaluation_that_was_killed_between_two_sets_continues(
         (['evaluation.panels=[{name = "a"}, {name = "a"}]'], "every set needs a name of its own"),
         (['evaluation.panels=[{name = "a/b"}]'], "name"),
         ([SETS, "evaluation.num_tasks=3"], r"remove evaluation\.num_tasks"),
-        ([SETS, "evaluation.num_trials=2"], "name it with --set"),
+        ([SETS, "evaluation.num_trials=2"], r"name it \(--set; sets= in Python\)"),
         (["evaluation.temperature=0", "evaluation.top_p=0.9"], "temperature = 0 is greedy"),
         (["evaluation.top_p=0"], "evaluation.top_p"),
         (["evaluation.top_k=0"], "evaluation.top_k"),

@@ -14,8 +14,14 @@ from outrider.engines.local.processor import Processor
 from outrider.errors import CheckpointError, ConfigError
 from outrider.memory.embedders import HashEmbedder, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.training.run_dir import RunDirectory, check_settings, comparable_settings
+from outrider.training.run_dir import (
+    RunDirectory,
+    check_settings,
+    comparable_settings,
+    recorded_settings,
+)
 from outrider.training.settings import RunSettings
+from outrider.training.setup import run_training
 from tests.log_lines import messages
 from tests.memory.builders import make_trajectory
 from tests.training.short_runs import (
@@ -133,6 +139,28 @@ def test_changes_that_are_allowed_are_reported(
     [line] = [line for line in messages(output) if line.startswith("OTHER PROCESSOR")]
     assert "the checkpoint was written with processor " in line and "(now another)" in line
     assert "(now avx1024)" in line and "NPY_DISABLE_CPU_FEATURES=AVX2)" in line
+
+
+def test_evaluations_report_other_versions_than_those_of_the_weights(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, checkpoint = whole.parent / "data", whole / "checkpoints" / "step-000002"
+    with rewrite_state(checkpoint) as state:
+        state["versions"]["torch"] = "0.4.1"
+    tasks = [
+        "--tasks",
+        f"hotpotqa={data / 'tasks.jsonl'}",
+        "--model",
+        str(whole),
+        "rollout.max_turn_tokens=2",
+    ]
+    recipe = [str(data / "recipe.toml"), "--checkpoint", str(checkpoint), "evaluation.num_tasks=1"]
+    for name, arguments in (("tasks", tasks), ("recipe", recipe)):
+        run = str(whole.parent / name)
+        assert main(["eval", *arguments, "num_threads=1", "--run", run, "--progress", "plain"]) == 0
+        output = capsys.readouterr().out
+        assert "OTHER VERSIONS: the checkpoint was written with torch 0.4.1 (now " in output
+        assert "the scores may differ" in output and "the run continues" not in output
 
 
 def test_recorded_settings_are_plain_and_a_key_of_another_version_is_not_compared(whole: Path) -> None:
@@ -260,6 +288,17 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(whole: P
     resume(again)
     assert_same(whole, again)
     assert RunDirectory(again).finished_evaluations() == RunDirectory(whole).finished_evaluations()
+
+
+def test_a_stop_in_the_set_up_of_a_run_without_a_checkpoint_keeps_larger_limits(
+    made: Path, tmp_path: Path
+) -> None:
+    settings = load_settings(RunSettings, file=made / "data" / "recipe.toml")
+    RunDirectory.create(tmp_path / "run", settings).release()
+    opened = RunDirectory.open(tmp_path / "run", ["train.num_steps=77"])
+    run_training(opened, progress="none", on_start=lambda request_stop: request_stop())
+    assert recorded_settings(tmp_path / "run" / "config.toml").train.num_steps == 77
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
 def test_an_adaptation_is_no_training_run(

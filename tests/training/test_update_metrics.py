@@ -213,6 +213,16 @@ def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them(
     assert report.metrics["ratio/mean"] == pytest.approx((1.0 + 0.5 + 2.0 + 0.125) / 4)
 
 
+def test_one_token_with_a_huge_ratio_leaves_the_metrics_finite() -> None:
+    """Metrics and records have the ratios of the loss, whose logarithm is clamped to +-20."""
+    trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
+    policy = TablePolicy([TRAINER, ((1e4,), TRAINER[1])], norms=(1.0, 1.0))
+    report = run(policy, [trace], PLAIN, APART.model_copy(update={"num_epochs": 2}))
+    assert report.metrics["ratio/max"] == pytest.approx(math.exp(20.0))
+    assert report.metrics["ratio/mean"] == pytest.approx((math.exp(20.0) + 7.0) / 8)
+    assert max(float(record.ratio_T.max()) for record in report.tokens) == pytest.approx(math.exp(20.0))
+
+
 def test_nothing_to_train_on_has_a_gradient_of_zero() -> None:
     """Without groups, and with groups without credit: a norm, no step, and no other measure."""
     still = TablePolicy([TRAINER])

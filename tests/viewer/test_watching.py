@@ -1,5 +1,6 @@
 """A run from another terminal: whatever its state, in words, and no text of it steers the terminal."""
 
+import hashlib
 import io
 import json
 import platform
@@ -139,6 +140,18 @@ def test_a_run_is_finished_if_nothing_is_left_to_do(
     assert head.startswith(f"{run}: {status}")
     assert ("train --resume" in head) == (status != "finished")
     assert ("start with" in head) == (status == "not started")
+
+
+@pytest.mark.parametrize(("tasks", "status"), [("", "finished"), ("some", "stopped")])
+@pytest.mark.parametrize("config", ["train.num_steps = 2\nevaluation.at_start = false\n", IMITATION])
+def test_a_run_without_evaluation_tasks_is_finished_after_its_steps(
+    tmp_path: Path, config: str, tasks: str, status: str
+) -> None:
+    run = write_folder(tmp_path / "run", config, STEPS, ())
+    (checkpoint := run / "checkpoints" / "step-000002").mkdir(parents=True)
+    held_out = hashlib.sha256(tasks.encode()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps({"tasks": {"held-out": held_out}}))
+    assert read_snapshot(run).status == status
 
 
 @pytest.mark.parametrize("steps", [0, 2])

@@ -367,6 +367,7 @@ class OffPolicyObjective(ObjectiveSettings):
     def token_loss(self, inputs: "TokenLossInputs") -> "TokenLoss":
         """Return the configured loss, masked by ``student_mask``."""
         from outrider.algorithms.losses import without_tips_mask
+        from outrider.algorithms.sampler_correction import token_ratio
 
         loss, is_without_tips_T = super().token_loss(inputs), inputs.old_logprobs.is_without_tips_T
         if is_without_tips_T is None:
@@ -382,7 +383,7 @@ class OffPolicyObjective(ObjectiveSettings):
         if num := int(is_without_tips_T.sum()):
             measures = inputs.measures
             off = (with_tips_T - logprobs_T)[is_without_tips_T]
-            ratios = (logprobs_T - inputs.old_T)[is_without_tips_T].exp()
+            ratios = token_ratio(logprobs=logprobs_T, old_logprobs=inputs.old_T)[is_without_tips_T]
             measures.add("tips/kl_acting_student", float(off.mean()), num)
             measures.add("tips/ratio_mean", float(ratios.mean()), num)
             measures.add("tips/masked_fraction", float(1.0 - mask_T[is_without_tips_T].mean()), num)

@@ -232,7 +232,8 @@ class TokenLossInputs:
     ``ratio_scale_T``: the values that the algorithm wrote on the trace. ``engine_logprobs_T``: of the
     engine, 0 for tokens that it did not sample. ``is_off_policy_T``: the policy did not sample the token in
     this step (for example a demonstration or a replayed rollout). ``rollout_T`` and ``turn_T``: indices of
-    the token's rollout and turn. ``measures`` collects metrics of the loss.
+    the token's rollout and turn. ``measures`` collects metrics of the loss. ``is_pair_T``: off-policy tokens
+    of self-distillation's ``pairs``, whose token loss has weight 0 (None: no such tokens).
     """
 
     logprobs_T: Tensor
@@ -244,6 +245,12 @@ class TokenLossInputs:
     rollout_T: Tensor
     turn_T: Tensor
     measures: Measures
+    is_pair_T: Tensor | None = None
+
+    @property
+    def is_replayed_T(self) -> Tensor:
+        """Tokens of demonstrations and replayed rollouts."""
+        return self.is_off_policy_T if self.is_pair_T is None else self.is_off_policy_T & ~self.is_pair_T
 
     @property
     def old_T(self) -> Tensor:

@@ -85,11 +85,11 @@ class LuffySettings(ObjectiveSettings):
         from outrider.algorithms.losses import luffy_per_token
 
         clip = plain_clip(self.loss, method="luffy")
-        is_demonstration_T, measures = inputs.is_off_policy_T, inputs.measures
-        if num := int(is_demonstration_T.sum()):
+        measured_T, measures = inputs.is_replayed_T, inputs.measures
+        if num := int(measured_T.sum()):
             measures.add(
                 "luffy/probability_mean",
-                float(inputs.logprobs_T.detach()[is_demonstration_T].exp().mean()),
+                float(inputs.logprobs_T.detach()[measured_T].exp().mean()),
                 num,
             )
             measures.add_sum("luffy/num_tokens", float(num))
@@ -97,7 +97,7 @@ class LuffySettings(ObjectiveSettings):
             logprobs=inputs.logprobs_T,
             old_logprobs=inputs.old_T,
             advantages=inputs.advantages_T,
-            is_demonstration=is_demonstration_T,
+            is_demonstration=inputs.is_off_policy_T,
             shaping=self.shaping,
             clip_low=clip.clip_low if self.clip_own else 1.0,
             clip_high=clip.clip_high if self.clip_own else math.inf,

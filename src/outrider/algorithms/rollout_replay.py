@@ -304,7 +304,7 @@ class RolloutReplaySettings(ObjectiveSettings):
         """Record metrics of the replayed tokens, which all other metrics of the update exclude."""
         from outrider.algorithms.sampler_correction import log_ratio
 
-        replayed_T, measures = inputs.is_off_policy_T, inputs.measures
+        replayed_T, measures = inputs.is_replayed_T, inputs.measures
         if not (num := int(replayed_T.sum())):
             return
         log_weights = log_ratio(logprobs=inputs.old_T, reference_logprobs=inputs.engine_logprobs_T)

@@ -79,8 +79,8 @@ def add_buffer(parser: argparse.ArgumentParser) -> None:
     )
     for action, command in ((stats, _stats), (query, _query)):
         action.add_argument("file", type=Path, help="the buffer")
-        _add_embedder(action)
         action.set_defaults(command=command)
+    _add_embedder(query)
     query.add_argument("history", help="text of the conversation so far")
     query.add_argument("-k", type=positive, default=5, metavar="K", help="number of steps (default: 5)")
 
@@ -139,7 +139,7 @@ def _import(parsed: argparse.Namespace) -> int:
 def _stats(parsed: argparse.Namespace) -> int:
     from outrider.training.buffer_commands import print_stats
 
-    return print_stats(parsed.file, embedder=parsed.embedder)
+    return print_stats(parsed.file)
 
 
 def _query(parsed: argparse.Namespace) -> int:

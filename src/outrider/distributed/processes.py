@@ -48,7 +48,7 @@ from outrider.errors import ClusterFault, OutriderError, ProcessLost
 from outrider.rollout.hooks import RolloutStatus
 from outrider.training.settings import ClusterSettings, RunSettings
 
-AGAIN: Final = "continue from the newest checkpoint with --resume"
+AGAIN: Final = "continue from the newest checkpoint with --resume (resume= in Python)"
 TICK_S: Final = 0.5  # the longest time that a signal has to wait
 _BETWEEN_BEATS_S: Final = 1.0
 _BUSY_SHARE: Final = 0.05  # of one processor

@@ -214,14 +214,14 @@ def replay_row(
         except OutriderError as error:  # data, a model or a tool that this machine does not have
             if row is not None:
                 raise
-            unplayable.append(str(error))
+            unplayable.append(f"{name}: {error}")
             continue
         if not result.agrees:
             raise PackError(result.sentence)
         return result.sentence
     raise PackError(
-        "no row can be replayed here: "
-        f"{unplayable[0] if unplayable else 'the pack has none'} (--no-replay leaves it out)"
+        "files and tables are correct, but no row can be replayed here: "
+        f"{unplayable[0] if unplayable else 'the pack has none'}; --no-replay checks files and tables alone"
     )
 
 

@@ -375,7 +375,9 @@ def local(
         packed = inputs.get(key, PackedInput(name=text.rpartition("/")[2], sha256=None))
         if key not in local_paths:
             checksum = f", SHA-256 {packed.sha256[:_NUM_DIGITS]}" if packed.sha256 else ""
-            raise PackError(f"it needs {packed.name}{checksum}, which is not in the pack: give {key}=PATH")
+            raise PackError(
+                f"it needs {packed.name}{checksum}, which is not in the pack: add {key}=PATH to replay"
+            )
         if packed.sha256 is not None and content_sha256(local_paths[key]) != packed.sha256:
             raise PackError(
                 f"{key}={local_paths[key]} is not the {packed.name} of the run: its SHA-256 differs"

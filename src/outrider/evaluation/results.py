@@ -370,7 +370,9 @@ def _check_identity(path: Path, header: Mapping[str, Any], identity: Mapping[str
         changes = "; ".join(
             f"{key} was {recorded.get(key)!r} and is {expected.get(key)!r}" for key in different
         )
-        raise ConfigError(f"{path} has the results of another evaluation: {changes}; give a new --run")
+        raise ConfigError(
+            f"{path} has the results of another evaluation: {changes}; name another directory (--run)"
+        )
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from outrider.rollout.hooks import RolloutStatus
 from outrider.rollout.scheduler import Scheduler
 from outrider.training.checkpoint import STATE, checkpoints_newest_first
 from outrider.training.policy import MASTERS, SHARDS, set_threads
-from outrider.training.resume import note_start
+from outrider.training.resume import note_start, weights_differences
 from outrider.training.run_dir import recorded_settings
 from outrider.training.settings import ModelSettings
 from outrider.training.setup import load_frozen, make_renderer
@@ -73,7 +73,8 @@ def resolve_settings(settings: ModelSettings) -> ModelSettings:
         run, checkpoint = folder.resolve().parent.parent, folder
         if not (run / "config.toml").exists():
             raise CheckpointError(
-                f"{folder} is not in a run directory: set the model's name, and this folder as --checkpoint"
+                f"{folder} is not in a run directory: set the model's name, and this folder as "
+                "model.initial_checkpoint (--checkpoint)"
             )
     elif (folder / "config.toml").exists():
         checkpoints = checkpoints_newest_first(folder / "checkpoints")
@@ -135,6 +136,9 @@ class LocalPlayer:
         resolved = resolve_settings(model_settings)
         set_threads(settings.num_threads, device=resolved.device)
         loaded = load_frozen(resolved)
+        if resolved.initial_checkpoint is not None:
+            for line in weights_differences(Path(resolved.initial_checkpoint)):
+                note(line)
         if loaded.unpacked is not None:  # slower than planned
             note(describe_path(loaded, resolved.name))
         check_positions(settings, model=model_settings.name, longest=loaded.context_length, note=note)

@@ -162,8 +162,8 @@ class EvaluationSettings(Settings):
             )
         if len(names) > 1 and self.num_trials:
             raise ValueError(
-                "evaluation.num_trials (--adapt) plays one evaluation set: name it with --set, or leave one "
-                "in evaluation.panels"
+                "evaluation.num_trials (--adapt) plays one evaluation set: name it (--set; sets= in Python), "
+                "or leave one in evaluation.panels"
             )
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             raise ValueError("evaluation.temperature = 0 is greedy: remove evaluation.top_p and top_k")

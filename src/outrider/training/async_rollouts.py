@@ -14,7 +14,7 @@ pickled.
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -118,6 +118,7 @@ def write_snapshot(folder: Path, snapshot: QueueSnapshot) -> None:
                 "is_chosen": entry.is_chosen,
                 "tasks": [asdict(task) for task in entry.first.tasks],
                 "modes": [list(modes) for modes in entry.first.modes],
+                "lost": list(entry.round.lost),
             }
             for entry in snapshot.steps
         ],
@@ -186,6 +187,7 @@ def _parse_step(values: Mapping[str, Any]) -> PendingStep:
             tasks=[read_task(task) for task in values["tasks"]],
             modes=[tuple(modes) for modes in values["modes"]],
             cursor=int(values["next_cursor"]),
+            lost=tuple(values.get("lost", ())),
         ),
         is_chosen=bool(values["is_chosen"]),
     )
@@ -301,9 +303,15 @@ class AsyncRolloutQueue:
         else:
             _, _, choice = plan_step(self._parts, step=pending.step, cursor=pending.cursor)
             choice = TaskChoice(num_groups=len(tasks), group_filter=choice.group_filter)
-        pending.next_round(
-            sample_rounds(self._parts, step=pending.step, cursor=pending.cursor, choice=choice)
+        rounds = sample_rounds(
+            self._parts,
+            step=pending.step,
+            cursor=pending.cursor,
+            choice=choice,
+            lost_before=pending.first.lost,
         )
+        if (again := pending.next_round(rounds)) is not None:
+            pending.round = replace(pending.round, lost=again.lost)
         self._submit(pending)
 
     def _submit(self, pending: PendingStep, *, num_calls: int = 0) -> None:

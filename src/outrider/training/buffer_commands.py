@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.padding import Padding
@@ -15,9 +15,9 @@ from outrider.engines.chat import ChatEndpoint, EndpointSettings
 from outrider.environments.base import EnvironmentFactory, TaskSet, make_task_set, split_tasks
 from outrider.errors import ConfigError, DataError
 from outrider.memory import chat_files as sources
-from outrider.memory.embedders import load_embedder
+from outrider.memory.embedders import Vectors, load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
-from outrider.memory.step_store import BuildReport
+from outrider.memory.step_store import BuildReport, Database, check_schema, meta
 from outrider.printing import FittedTable, Terminal, plural, print_lines
 from outrider.rollout.endpoint import Collector
 from outrider.training.experts import CollectionLog, fill_buffer
@@ -120,9 +120,26 @@ def _portions_by_task(trajectories: Sequence[Trajectory], size: int) -> Iterator
         yield portion
 
 
-def print_stats(file: Path, *, embedder: str) -> int:
+@dataclass(frozen=True, slots=True)
+class _RecordedEmbedder:
+    """The embedder that a buffer was built with, to open it without the model: it computes nothing."""
+
+    name: str
+    dim: int
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        raise NotImplementedError
+
+
+def print_stats(file: Path) -> int:
     """Print the contents of a buffer."""
-    with StepTraceBuffer(file, load_embedder(embedder), mode="read") as buffer:
+    if not file.exists():
+        raise DataError(f"{file}: no step-trace buffer there")
+    with closing(Database(file, writable=False)) as database:
+        with database.guard() as db:
+            check_schema(file, db)
+        embedder = _RecordedEmbedder(str(meta(database, "embedder")), int(meta(database, "dim")))
+    with StepTraceBuffer(file, embedder, mode="read") as buffer:
         stats = buffer.stats()
         _print_counts(
             file.name,

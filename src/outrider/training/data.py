@@ -109,13 +109,15 @@ class TaskOrder:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """Groups of a step that are rolled out together. ``cursor`` is the position in the order of tasks after
-    them; ``is_continued``: further groups of a step, which share its limit on tool calls.
+    them; ``is_continued``: further groups of a step, which share its limit on tool calls. ``lost`` are the
+    reasons of the experts that have failed in the step so far.
     """
 
     tasks: Sequence[Task]
     modes: Sequence[Sequence[str]]
     cursor: int
     is_continued: bool = False
+    lost: Sequence[str] = ()
 
 
 Rounds = Generator[Round, RolloutReport, SampledStep]
@@ -180,13 +182,23 @@ def plan_step(
     return order, cursor, choice or parts.algorithm.choose_tasks(tasks, step=step, num_groups=size)
 
 
-def sample_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoice | None = None) -> Rounds:
+def sample_rounds(
+    parts: Components,
+    *,
+    step: int,
+    cursor: int,
+    choice: TaskChoice | None = None,
+    lost_before: Sequence[str] = (),
+) -> Rounds:
     """Yield the chosen tasks of a training step; with a filter, also as many further tasks as groups were
     dropped, up to its limit of rounds. Every round is answered by its report; the step is returned.
 
     ``choice`` replaces the algorithm's choice of tasks. Before a round, the experts are requested for the
     help and the prefixes of its groups. A group that replaces a dropped one has its number in the schedule of
     help, so that the groups that are trained have exact shares.
+
+    ``lost_before`` are the reasons of failed experts of a step that begins again after a kill. Those that do
+    not fail again are counted too, because groups that have ended were sampled without them.
     """
     settings, algorithm = parts.settings, parts.algorithm
     order, cursor, choice = plan_step(parts, step=step, cursor=cursor, choice=choice)
@@ -197,6 +209,8 @@ def sample_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoi
     selected: list[Trace] = []
     faults: Counter[str] = Counter()
     reasons: list[str] = []
+    all_lost: list[str] = []
+    recovered: list[str] = []
     lags: list[float | None] = []
     num_batches = 0
     filtered = choice.group_filter if choice.tasks is None else None
@@ -224,7 +238,15 @@ def sample_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoi
         play = StepExperts(parts=parts, step=step)
         lost = demonstrate_tasks(parts, tasks)
         lost += algorithm.prepare(tasks, modes, step=step, play=play) or ()
-        report = yield Round(tasks=tasks, modes=modes, cursor=cursor, is_continued=num_batches > 0)
+        all_lost += lost
+        recovered = list((Counter(lost_before) - Counter(all_lost)).elements())
+        report = yield Round(
+            tasks=tasks,
+            modes=modes,
+            cursor=cursor,
+            is_continued=num_batches > 0,
+            lost=(*all_lost, *recovered),
+        )
         traces += report.traces
         chosen = report.traces if filtered is None else filtered.select(report.traces)
         selected += chosen
@@ -239,8 +261,8 @@ def sample_rounds(parts: Components, *, step: int, cursor: int, choice: TaskChoi
         is_filtered=filtered is not None,
         traces=traces,
         selected=selected,
-        faults=faults,
-        fault_reasons=tuple(reasons),
+        faults=faults + Counter(expert=len(recovered)),
+        fault_reasons=(*reasons, *recovered),
         num_extra_batches=max(0, num_batches - 1),
         cursor=cursor,
         loop_lag_s=largest(lags),

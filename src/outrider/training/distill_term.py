@@ -28,6 +28,7 @@ from outrider.algorithms.distill_losses import (
     scaled_advantages,
 )
 from outrider.algorithms.losses import Measures
+from outrider.algorithms.sampler_correction import log_ratio
 from outrider.trace import Node, split_contexts, without_memory
 from outrider.training.packing import PackedBatch, RolloutPath
 from outrider.training.policy import (
@@ -321,7 +322,7 @@ class DistillTerm:
         )
         weights_M = self.weights[number].to(losses_M)[index_M]
         self._measure(tokens, gap_M, measures)
-        ratio_M = own.logprobs_T.detach() - start_M
+        ratio_M = log_ratio(logprobs=own.logprobs_T.detach(), reference_logprobs=start_M)
         measures.add_max("distill/step_ratio_max", float(ratio_M.max().exp()))
         if settings.gate != "none":
             measures.add("distill/gate_mean", float(gates(gap_M, settings).mean()), len(gap_M))

@@ -38,6 +38,7 @@ from outrider.training.async_rollouts import (
     write_snapshot,
 )
 from outrider.training.checkpoint import (
+    STATE,
     checkpoints_newest_first,
     damaged,
     describe_weights,
@@ -138,7 +139,7 @@ def check_inputs(
         advice = (
             "put the data back"
             if set(refused) - set(plugin_changes)
-            else "put its code back, continue with --changed-plugins"
+            else "put its code back, continue with --changed-plugins (changed_plugins=True in Python)"
         )
         descriptions = []
         for name in refused:
@@ -243,9 +244,11 @@ def versions() -> dict[str, str]:
     return {**_software(), **_machine()}
 
 
-def differences(recorded: Mapping[str, str]) -> list[str]:
-    """Return a line for each kind that differs; values that an earlier version did not record are not
-    compared.
+def differences(
+    recorded: Mapping[str, str], effect: str = "the run continues, but may not reproduce the same bits"
+) -> list[str]:
+    """Return a line with the ``effect`` for each kind that differs; values that an earlier version did not
+    record are not compared.
     """
     if "processor" in recorded:  # before products were recorded, torch computed all of them
         recorded = {"products": "torch", **recorded}
@@ -262,11 +265,14 @@ def differences(recorded: Mapping[str, str]) -> list[str]:
                         " ".join(sorted(set(now.split()) - set(was.split()))) or "without these",
                     )
                 descriptions.append(f"{name} {was} (now {suffix})")
-            lines.append(
-                f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; "
-                "the run continues, but may not reproduce the same bits"
-            )
+            lines.append(f"OTHER {kind}: the checkpoint was written with {', '.join(descriptions)}; {effect}")
     return lines
+
+
+def weights_differences(checkpoint: Path) -> list[str]:
+    """Return the lines of :func:`differences` for an evaluation of the weights in ``checkpoint``."""
+    recorded = read_state(checkpoint).get("versions", {}) if (checkpoint / STATE).is_file() else {}
+    return differences(recorded, "the scores may differ from those of the training")
 
 
 def chosen_instructions() -> list[str]:
@@ -465,7 +471,6 @@ class RunState:
 
     def begin(self) -> None:
         """Remove the records of a run that was killed before its first checkpoint."""
-        self.run.commit()
         self.run.cut_evaluations(0)
         self.metrics.cut(0)
         self._remove_records(after=-1)

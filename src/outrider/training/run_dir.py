@@ -471,5 +471,5 @@ def _is_beginning(entry: Path) -> bool:
 def require_free(path: Path) -> None:
     """Raise ConfigError if a new run cannot use the path: a folder that is not empty, or a file."""
     if path.exists() and (not path.is_dir() or not all(map(_is_beginning, path.iterdir()))):
-        hint = "" if read_run(path).has_trials else " (continue it with --resume)"
+        hint = "" if read_run(path).has_trials else " (continue it with --resume; resume= in Python)"
         raise ConfigError(f"{path} is not empty: a run directory is never overwritten{hint}")

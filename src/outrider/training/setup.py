@@ -67,7 +67,7 @@ from outrider.training.experts import (
 )
 from outrider.training.learner import Learner, LocalLearner
 from outrider.training.policy import OPTIMIZER, Policy, read_tensors, set_threads, tensor_files
-from outrider.training.resume import note_start, require_continuable
+from outrider.training.resume import note_start, require_continuable, weights_differences
 from outrider.training.run_dir import RunDirectory
 from outrider.training.settings import (
     ModelSettings,
@@ -293,6 +293,9 @@ def build(
         cleanup.callback(learner.close)  # it may have started processes, and the checks below can fail
         language_model = learner.language_model
         note(describe_path(language_model, model_settings.name))
+        if model_settings.initial_checkpoint is not None and not settings.trains:
+            for line in weights_differences(Path(model_settings.initial_checkpoint)):
+                note(line)
         if model_settings.lora is not None and (
             message := coverage(language_model.model, model_settings.lora)
         ):

@@ -135,7 +135,9 @@ class Trainer:
         settings, state = self.parts.settings, self.state
         num_steps = settings.train.num_steps
         checkpoints = checkpoints_newest_first(self.run.checkpoints)
-        if checkpoints and not self._resume(checkpoints):
+        if not checkpoints:
+            self.run.commit()
+        elif not self._resume(checkpoints):
             return
         self._raise_if_stopped()  # after larger limits of a resume are recorded
         if not checkpoints:

@@ -33,6 +33,7 @@ from outrider.algorithms.sampler_correction import (
     correction_stats,
     rejection_mask_per_token,
     sampler_weights_per_token,
+    token_ratio,
 )
 from outrider.errors import EngineFault
 from outrider.seeding import stream
@@ -157,13 +158,13 @@ class TokenRecord:
 
 def token_record(number: int, batch: PackedBatch, inputs: TokenLossInputs) -> TokenRecord:
     """Return the trainer's log-probs and the scaled ratios of a micro-batch."""
-    ratio_T = (inputs.logprobs_T.detach() - inputs.old_T).exp() * inputs.ratio_scale_T
+    ratio_T = token_ratio(logprobs=inputs.logprobs_T.detach(), old_logprobs=inputs.old_T)
     return TokenRecord(
         number=number,
         rollout_T=batch.rollout_index_T.numpy().astype(np.int32),
         ordinal_T=batch.ordinal_T.numpy().astype(np.int32),
         trainer_T=inputs.old_logprobs.trainer_T.float().cpu().numpy(),
-        ratio_T=ratio_T.float().cpu().numpy(),
+        ratio_T=(ratio_T * inputs.ratio_scale_T).float().cpu().numpy(),
     )
 
 
@@ -367,9 +368,10 @@ def rollout_paths(traces: Sequence[Trace]) -> list[RolloutPath]:
 class _MiniBatch:
     """The rollouts of one optimizer step, packed once for all epochs.
 
-    ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with the
-    weights [T] of their tokens in the loss. ``extra_weights`` are those of further terms by metric, if the
-    objective has them: [T] in the likelihood of successful rollouts and in the mean entropy, [M] in the
+    ``num_rollouts`` is without those that only teach (``pairs`` of self-distillation), whose indices come
+    last. ``trained`` are the rollouts with a gradient, ``batches`` this rank's micro-batches of them, with
+    the weights [T] of their tokens in the loss. ``extra_weights`` are those of further terms by metric, if
+    the objective has them: [T] in the likelihood of successful rollouts and in the mean entropy, [M] in the
     likelihood of observations.
     ``old_scores`` None: the training pass gives the old log-probs. ``with_tips``: log-probs in the context
     with tips, of every rollout that is trained in another rendering, computed before any step (EMPO², arXiv
@@ -378,6 +380,7 @@ class _MiniBatch:
     """
 
     number: int
+    num_rollouts: int
     trained: Sequence[RolloutPath]
     batches: Sequence[PackedBatch]
     weights: Sequence[Tensor]
@@ -445,6 +448,7 @@ class _Update:
             extra["loss/observation_nll"] = mean_weights(masks, ranks)
         return _MiniBatch(
             number=number,
+            num_rollouts=len(paths),
             trained=trained,
             batches=batches,
             weights=_loss_weights(paths, self.objective, batches, num=len(every)) if trained else (),
@@ -558,8 +562,10 @@ class _Update:
         if term is not None and tokens is not None and not term.settings.has_term and is_finite:
             values_T = term.advantages(tokens, batch, old_T, self.accumulator)
             batch = replace(batch, advantages_T=values_T)
-        inputs = loss_inputs(
-            scores.logprobs_T, batch, self.objective.old_logprobs(old_T, with_tips_T), self.accumulator
+        old_logprobs = self.objective.old_logprobs(old_T, with_tips_T)
+        inputs = replace(
+            loss_inputs(scores.logprobs_T, batch, old_logprobs, self.accumulator),
+            is_pair_T=(batch.rollout_index_T >= mini_batch.num_rollouts).to(old_T.device),
         )
         is_older_T = None if self.version is None else batch.version_T != self.version
         # The engine has the weights of these tokens: those of this step, of the current version.
@@ -784,7 +790,7 @@ def _measure_ratios(
     inputs: TokenLossInputs, surrogate: TokenLoss, own_T: Tensor, accumulator: MetricAccumulator
 ) -> None:
     """Clips and ratios of the policy's own tokens."""
-    ratio_O = (inputs.logprobs_T.detach() - inputs.old_T).exp()[own_T]
+    ratio_O = token_ratio(logprobs=inputs.logprobs_T.detach(), old_logprobs=inputs.old_T)[own_T]
     scale_O = inputs.ratio_scale_T[own_T]
     clipped = {"high": surrogate.clipped_high, "low": surrogate.clipped_low, "dual": surrogate.dual_clipped}
     for name, mask in clipped.items():

@@ -4,6 +4,8 @@
 writes both. Readers take a run folder as it is: a missing or torn file becomes a note, never an error.
 """
 
+import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -244,13 +246,19 @@ class RunData:
         return max((step for step, _ in self.curve("train", "reward/mean")), default=0)
 
     @property
+    def has_all_steps(self) -> bool:
+        """Whether the steps of the recipe are recorded, or fewer that spent the token budget."""
+        num_steps = self.config.get("train.num_steps", "")
+        return self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))
+
+    @property
     def is_done(self) -> bool:
-        """Whether the steps of the recipe are recorded, or fewer that spent the token budget, and then an
-        evaluation on the last evaluation set. A run without steps is done when its cold start, or else its
-        model, has been evaluated in this way, and an adaptation after its last trial.
+        """Whether the run has all steps, and then an evaluation on the last evaluation set. A run without
+        steps is done when its cold start, or else its model, has been evaluated in this way, and an
+        adaptation after its last trial.
         """
         num_steps = self.config.get("train.num_steps", "")
-        if not (self.is_budget_spent or (num_steps.isdigit() and self.num_steps >= int(num_steps))):
+        if not self.has_all_steps:
             return False
         if not self.evaluations:  # if it evaluates at its start, there are no tasks to evaluate on
             return num_steps != "0" and self.config.get("evaluation.at_start") != "False"
@@ -304,10 +312,19 @@ def run_status(run: Path, data: RunData) -> Literal["running", "finished", "stop
     """The state of a run whose contents are ``data``; a killed run is ``stopped``."""
     if is_locked(run / "lock"):
         return "running"
-    if data.is_done:
+    if data.is_done or (data.has_all_steps and not data.evaluations and not _has_evaluation_tasks(run)):
         return "finished"
     has_begun = data.records or data.evaluations or live_state(run) is not None
     return "stopped" if has_begun else "not started"
+
+
+def _has_evaluation_tasks(run: Path) -> bool:
+    """Whether a run evaluates, by its newest checkpoint that can be read; True without one."""
+    for state in sorted(run.glob("checkpoints/step-*/state.json"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            tasks = json.loads(state.read_text(encoding="utf-8"))["tasks"]
+            return bool(tasks["held-out"] != hashlib.sha256().hexdigest())  # the hash of no tasks
+    return True
 
 
 def read_run(run_dir: Path) -> RunData:
