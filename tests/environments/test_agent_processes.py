@@ -26,8 +26,7 @@ from outrider.environments.agent.environment import AgentConfig, AgentTaskSet  #
 from outrider.environments.agent.launcher import ENDPOINT_VARIABLES  # noqa: E402
 from outrider.environments.agent.programs import Report, run_agent  # noqa: E402
 from outrider.environments.agent.requests import read_request  # noqa: E402
-from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
-from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session  # noqa: E402
+from outrider.environments.agent.server import MAX_BYTES, Gateway, PendingRequest, ProgramFailure, Session  # noqa: E402  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
 from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
@@ -259,7 +258,7 @@ def test_every_refusal_has_a_reason_and_is_counted(gateway: Gateway, monkeypatch
         assert status == 400 and set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["param"] == param and param in answer["error"]["message"]
         assert answer["error"]["code"] == "unsupported_parameter"
-    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 0)
+    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 0)
     status, answer = call(gateway, session.key, "POST", "/chat/completions", HELLO)
     assert (status, answer["error"]["code"]) == (429, "too_many_requests")
     assert (session.num_refused, session.num_requests) == (len(cases) + 3, 0)

@@ -14,7 +14,7 @@ from outrider.environments.agent.launcher import FunctionRole, load_function
 from outrider.environments.agent.programs import ProgramRunner, Report, run_agent
 from outrider.environments.agent.requests import IGNORABLE, RequestError, read_json, read_request
 from outrider.environments.agent.responses import Answer, call_problems, read_answer, with_call_ids
-from outrider.environments.agent.session import (
+from outrider.environments.agent.server import (
     Event,
     PendingRequest,
     ProgramFailure,
