@@ -1,5 +1,8 @@
-"""The endpoint for agent programs: a server on loopback with a key per episode. ``outrider serve`` uses the
-same server with one session for all clients.
+"""The endpoint for agent programs: a server on loopback with a key and a session per episode. ``outrider
+serve`` uses the same server with one session for all clients.
+
+The server's thread adds requests and rewards to a session as events, and the thread of the episode takes them
+and answers.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Settings of Gymnasium, GEM and your own environments, how they are made, and their random generators."""
+"""Settings of Gymnasium, GEM and your own environments, how they are made, their actions and observations as
+text, and their random generators.
+"""
 
 import copy
 import importlib

@@ -1,6 +1,6 @@
 """WebShop: buying a product in a text web shop by an instruction (Yao et al. 2022, arXiv 2207.01206).
 
-The pages, the goals and the score are written anew. The score of an episode that buys nothing is 0. Without
+The pages (immutable), the goals and the score are written anew. The score of an episode that buys nothing is 0. Without
 files of your own, the environment uses a small invented catalogue.
 """
 
