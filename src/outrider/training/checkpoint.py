@@ -121,8 +121,8 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
 
     Raises CheckpointError if they are missing, damaged or of another model.
     """
-    require_reference(path, checksum=checksum)
     try:
+        require_reference(path, checksum=checksum)
         weights = load_file(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
