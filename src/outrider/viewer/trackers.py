@@ -271,7 +271,7 @@ class TrackerSet:
             if not self._tracking.sends_rollouts(step):
                 return
             limit = self._tracking.num_rollouts
-        with_tables = {name: one for name, one in self._trackers.items() if hasattr(one, "log_table")}
+        with_tables = {name: item for name, item in self._trackers.items() if hasattr(item, "log_table")}
         rows = [row for trace in traces[:limit] if (row := _row(step, trace, label or "training"))]
         if not (with_tables and rows):
             return
