@@ -13,6 +13,8 @@ The reference of all names is ``docs/reference/api.md``.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from outrider import deprecated
+
 if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_BY_MODULE
     from outrider.algorithms.advantages import RolloutAdvantages as RolloutAdvantages
     from outrider.algorithms.base import Algorithm as Algorithm
@@ -127,9 +129,14 @@ _MODULES: Final = {name: module for module, names in _NAMES_BY_MODULE.items() fo
 
 __all__ = ["__version__", *sorted(_MODULES)]
 
+deprecated.install()
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
+    if name not in _MODULES and (new_name := deprecated.NAMES.get(name)) in _MODULES:
+        deprecated.warn(f"outrider.{name}", f"outrider.{new_name}")
+        name = str(new_name)
     if name not in _MODULES:
         raise AttributeError(f"module 'outrider' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULES[name]), name)

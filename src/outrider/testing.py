@@ -40,7 +40,7 @@ from outrider.environments.base import (
 from outrider.errors import DataError, EngineFault, InvalidResult, NonFiniteResult, OutriderError
 from outrider.metrics import UndeclaredMetric, declare, declared_metric
 from outrider.plugins.registry import find_settings, read_settings
-from outrider.rollout.hooks import Hook
+from outrider.rollout.hooks import Hook, as_hooks
 from outrider.tokens.call_formats import find_call_error
 from outrider.tokens.tool_calls import CallFormat, ParsedCalls, call_id
 from outrider.tools.base import SchemaTool, Tool, ToolOutput, tool_schema, trial_arguments
@@ -523,6 +523,7 @@ def check_copies(hooks: Sequence[Hook], copies: Sequence[Hook], groups: Iterable
     no memory, because only ``after_group`` may.
     """
     require(len(hooks) == len(copies), "the same settings create different hooks")
+    hooks, copies = as_hooks(hooks), as_hooks(copies)
     for trace in groups:
         for leaf in trace.leaves.values():
             leaf.reflection = f"tip {leaf.rollout} of {trace.task.key}"

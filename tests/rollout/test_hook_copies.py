@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 
 from outrider.algorithms.base import Algorithm, AlgorithmContext
-from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.algorithms.retrieval import RetrievalHook
-from outrider.config import validate
-from outrider.errors import ConfigError
 from outrider.memory.embedders import load_embedder
 from outrider.memory.step_buffer import StepTraceBuffer
 from outrider.plugins.registry import build, read_settings
-from outrider.rollout.hooks import Hook
+from outrider.rollout import hooks
+from outrider.rollout.hooks import Hook, StatelessHook, as_hooks
 from outrider.testing import build_group, check_copies
-from outrider.training.settings import RunSettings
-from outrider.training.setup import make_algorithm
+from outrider.trace import Trace
 from outrider.types import Message, Step, Trajectory
 
 TIPS = {"memory_probability": 1.0, "memory": {"embedder": "hash", "scope": "all"}}
@@ -155,17 +152,33 @@ def test_the_check_of_copies_finds_errors(kind: type[Counts], message: str) -> N
         check_copies([kind()], [kind()], group)
 
 
-class WithPlainHook(Grpo):
-    def __init__(self, settings: GrpoSettings, **options: Any) -> None:
-        super().__init__(settings, **options)
-        self.hooks = (object(),)  # type: ignore[assignment]
+def test_an_object_with_the_methods_of_a_hook_works_with_a_warning() -> None:
+    class Old:
+        first_wave = 2
+
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def before_turn(self, state: Any) -> Any:
+            return [state]
+
+        def after_group(self, trace: Trace) -> None:
+            self.seen.append(trace)
+
+    old, new = Old(), Counts()
+    with pytest.warns(FutureWarning, match=r"Old must be a subclass of outrider\.Hook or"):
+        [adapter, same] = as_hooks([old, new])
+    assert isinstance(adapter, Hook) and same is new and type(adapter).__name__ == "Old"
+    assert adapter.before_turn("state") == ["state"] and adapter.first_wave == 2  # type: ignore[arg-type,comparison-overlap]
+    adapter.after_group(build_group([1.0], key="task", modes=("plain",)))
+    assert len(old.seen) == 1 and not adapter.is_portable
+    assert adapter.max_reflection_tokens == 0 and new.is_portable and StatelessHook().is_portable
 
 
-def test_a_hook_of_another_class_is_refused() -> None:
-    table = {"environment": {"type": "factbook"}, "algorithm": {"type": f"{__name__}:WithPlainHook"}}
-    settings = validate(RunSettings, table)
-    with pytest.raises(ConfigError, match=r"object must be a subclass of outrider\.Hook"):
-        make_algorithm(settings, None, vocabulary_size=9, stateful=False, count_tokens=len)
+@pytest.mark.parametrize("name", ["Forgetful", "Portable", "Reflector"])
+def test_old_names_of_hooks_warn(name: str) -> None:
+    with pytest.warns(FutureWarning, match=name):
+        assert issubclass(getattr(hooks, name), Hook)
 
 
 def test_a_misspelt_hook_method_warns() -> None:

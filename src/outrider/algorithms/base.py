@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, cast
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from outrider import deprecated
 from outrider.algorithms.advantages import (
     Float64Array,
     RolloutAdvantages,
@@ -580,6 +581,21 @@ class TaskChoice:
     num_groups: int
     tasks: Sequence[Task] | None = None
     group_filter: GroupFilter | None = None
+    groups: InitVar[GroupFilter | None] = None  # deprecated name of group_filter
+
+    def __post_init__(self, groups: GroupFilter | None) -> None:
+        if groups is not None:
+            deprecated.warn("TaskChoice(groups=...)", "TaskChoice(group_filter=...)")
+            object.__setattr__(self, "group_filter", groups)
+
+
+def _groups(choice: TaskChoice) -> GroupFilter | None:
+    deprecated.warn("TaskChoice.groups", "TaskChoice.group_filter")
+    return choice.group_filter
+
+
+# Reading the old name would otherwise give the default of the constructor's argument.
+TaskChoice.groups = property(_groups)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -616,6 +632,10 @@ class Algorithm:
     objective: ObjectiveSettings
     hooks: tuple[Hook, ...] = ()
     modes: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        deprecated.rename_methods(cls, credit="assign_advantages", advantages="assign_step_advantages")
 
     @property
     def label(self) -> str:
@@ -698,6 +718,8 @@ class Algorithm:
         """Forget what the hooks have counted in the rollouts of a step that will be generated again."""
 
 
+deprecated.rename_methods(Algorithm, credit="assign_advantages", advantages="assign_step_advantages")
+
 Demonstrations = Mapping[str, Sequence[Step] | None]
 
 
@@ -725,3 +747,6 @@ class AlgorithmContext:
     load_embedder: Callable[[str], CachedEmbedder]
     read_demonstrations: Callable[[str, Sequence[Task]], Demonstrations]
     first_group: Callable[[int], int] | None = None
+
+
+deprecated.keep_old_names(__name__)

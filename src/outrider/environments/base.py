@@ -36,6 +36,7 @@ from typing import (
 
 from pydantic import SerializerFunctionWrapHandler, model_serializer
 
+from outrider import deprecated
 from outrider.config import Settings
 from outrider.environments.conversations import Conversation, ExternalAgent, Refusal, SampledTurn, ServedTurn
 from outrider.errors import (
@@ -508,6 +509,9 @@ class EnvironmentFactory(Protocol):
     def close(self) -> None:
         """Release the shared resources; may be called twice."""
         ...
+
+
+deprecated.keep_old_names(__name__)
 
 
 # The driver of episodes.

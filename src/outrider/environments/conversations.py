@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from outrider import deprecated
 from outrider.errors import EnvironmentFault
 from outrider.types import Message, ToolSchema
 
@@ -181,3 +182,6 @@ class ExternalAgent:
         if refusal.is_too_long:
             return None
         raise EnvironmentFault(f"the program sent a request that cannot be answered: {refusal.reason}")
+
+
+deprecated.keep_old_names(__name__)

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, PydanticKnownError, c
 from typing_extensions import TypedDict
 
 from outrider.config import Settings, annotation_parts
+from outrider.deprecated import warn_old_environment
 from outrider.errors import ConfigError, OutriderError
 from outrider.plugins.imports import describe_exception, find_origin, import_target
 from outrider.suggestions import did_you_mean
@@ -221,6 +222,8 @@ def _load_class(kind: Kind, name: str) -> type:
             raise ConfigError(f"{label} is not {contract.noun}: it has no method {min(missing)}")
         if not hasattr(loaded, "build"):  # otherwise `build_by_name` checks what it returns
             _require_methods(kind, label, loaded)
+        if kind == "environments":
+            warn_old_environment(loaded)
     return loaded
 
 
@@ -314,6 +317,8 @@ def substitute(objects: Mapping[Kind, object]) -> Iterator[dict[Kind, dict[str, 
             )
         _require_methods(kind, f"an object of {type(plugin).__name__}", plugin)
         cls = _class_of(plugin)
+        if kind == "environments":
+            warn_old_environment(cls)
         name = f"{cls.__module__}:{cls.__qualname__}"
         own = find_settings(plugin)
         sections[kind] = {**({} if own is None else own.model_dump(exclude={"type"})), "type": name}

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from outrider import deprecated
 from outrider.environments.base import CopyableEnvironment, Env, EnvironmentFactory
 from outrider.errors import EnvironmentFault, ToolFault
 from outrider.rollout.faults import run_guarded
@@ -480,3 +481,6 @@ def _mark_fork(point: _ExpansionPoint) -> Fork:
         "is_replayed": point.fork.environment is None,
     }
     return point.fork
+
+
+deprecated.keep_old_names(__name__)

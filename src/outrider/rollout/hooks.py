@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, Self
 
 import numpy as np
 
+from outrider import deprecated
 from outrider.environments.base import Episode, EpisodeResult, StepResult
 from outrider.seeding import stream
 from outrider.suggestions import closest_match
@@ -239,6 +240,33 @@ class StatelessHook(Hook):
         return None
 
 
+class _OldHook(Hook):
+    """Adapter of an object that has a hook's methods but does not derive from :class:`Hook`."""
+
+    def __init__(self, hook: object) -> None:
+        names = [name for name in vars(Hook) if not name.startswith("_") and name != "is_portable"]
+        for name in names:
+            if hasattr(hook, name):
+                setattr(self, name, getattr(hook, name))
+
+
+def as_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
+    """Wrap objects that do not derive from :class:`Hook` (deprecated) in an adapter, with a warning."""
+    adapted = []
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            warnings.warn(
+                f"{type(hook).__name__} must be a subclass of outrider.Hook or outrider.StatelessHook; "
+                "an object that only has its methods works for one more version",
+                FutureWarning,
+                stacklevel=2,
+            )
+            # Give the adapter class the same name, because error messages contain it.
+            hook = type(type(hook).__name__, (_OldHook,), {})(hook)
+        adapted.append(hook)
+    return tuple(adapted)
+
+
 def format_retrieved(text: str) -> str:
     """Format steps that the policy did not write, as they appear in its context."""
     return f"<retrieve>{text.strip()}</retrieve>\n"
@@ -308,3 +336,6 @@ class RolloutStatus:
             )
             for location, waiting in by_location.items()
         ]
+
+
+deprecated.keep_old_names(__name__)

@@ -39,7 +39,7 @@ from outrider.rollout.faults import (
     rejoin,
     run_guarded,
 )
-from outrider.rollout.hooks import Hook, RolloutStatus
+from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.rollout.settings import Limits
 from outrider.tokens import ChatRenderer
 from outrider.tools.base import CallBudget
@@ -353,6 +353,7 @@ class Scheduler:
             ValueError: if two tasks share a key, because their random streams would coincide, or if groups
                 differ in size.
         """
+        self.hooks = as_hooks(self.hooks)
         if len({task.key for task in tasks}) != len(tasks):
             raise ValueError("two tasks of one batch share a key")
         try:

@@ -37,7 +37,7 @@ from outrider.metrics import declare
 from outrider.plugins import registry as plugins
 from outrider.plugins.listing import write_origins
 from outrider.printing import plural, shell_command
-from outrider.rollout.hooks import Hook, RolloutStatus
+from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
 from outrider.training.adapters import coverage
@@ -606,9 +606,11 @@ def make_algorithm(
         read_demonstrations=partial(read_demonstrations, environment=settings.environment),
     )
     algorithm = cast(Algorithm, plugins.build("algorithms", settings.algorithm, context))
-    for hook in algorithm.hooks:
-        if not isinstance(hook, Hook):
-            raise ConfigError(f"{type(hook).__name__} must be a subclass of outrider.Hook")
+    if old := [hook for hook in algorithm.hooks if hasattr(hook, "max_remark_tokens")]:
+        # Otherwise the hook would request no reflection.
+        raise ConfigError(f"{type(old[0]).__name__}.max_remark_tokens is called max_reflection_tokens now")
+    if not all(isinstance(hook, Hook) for hook in algorithm.hooks):
+        algorithm.hooks = as_hooks(algorithm.hooks)
     add_help_hook(algorithm, count_tokens=count_tokens)
     declare(getattr(algorithm, "metrics", ()))
     return algorithm
