@@ -322,7 +322,7 @@ def test_only_the_current_policy_carries_gradient() -> None:
     tensors = three(logprobs, old, advantages)
     for surrogate in (
         *every_loss(logprobs, old, advantages, torch.tensor([0, 0])).values(),
-        reinforce_per_token(logprobs=logprobs, advantages=advantages),
+        reinforce_per_token(logprobs=logprobs, advantages=advantages, weights=weights),
         replay_centred_per_token(**tensors, behaviour_logprobs=weights),
         luffy_per_token(**tensors, is_demonstration=torch.tensor([True, False])),
     ):
@@ -340,9 +340,10 @@ def test_only_the_current_policy_carries_gradient() -> None:
         )
 
 
-def test_reinforce_is_the_weighted_log_likelihood() -> None:
-    surrogate = reinforce_per_token(logprobs=flat([-1.0, -2.0]), advantages=flat([2.0, -2.0]))
-    assert surrogate.losses.tolist() == [2.0, -4.0] and not surrogate.clipped_high.any()
+def test_reinforce_weights() -> None:
+    logprobs = flat([-1.0, -2.0])
+    weighted = reinforce_per_token(logprobs=logprobs, advantages=flat([1.0, -0.5]), weights=flat([2.0, 4.0]))
+    assert weighted.losses.tolist() == [2.0, -4.0] and not weighted.clipped_high.any()
 
 
 WRONG_TENSORS: list[dict[str, torch.Tensor]] = [

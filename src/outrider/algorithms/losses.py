@@ -317,11 +317,13 @@ def cispo_per_token(
     )
 
 
-def reinforce_per_token(*, logprobs: Tensor, advantages: Tensor) -> TokenLoss:
-    """Compute ``-A log pi`` (REINFORCE), without ratio and clip. With advantages of 1 the loss is the
-    negative log-likelihood (cold start, the additional term of GPPO).
+def reinforce_per_token(*, logprobs: Tensor, advantages: Tensor, weights: Tensor | None = None) -> TokenLoss:
+    """Compute ``-sg(w) A log pi`` (REINFORCE), without ratio and clip.
+
+    ``weights`` [T] are importance weights (default 1). With advantages of 1 the loss is the negative
+    log-likelihood (cold start, the additional term of GPPO).
     """
-    coefficients = advantages.detach()
+    coefficients = advantages.detach() if weights is None else advantages.detach() * weights.detach()
     require_tokens(logprobs=logprobs, coefficients=coefficients)
     never = torch.zeros_like(coefficients, dtype=torch.bool)
     return TokenLoss(
