@@ -23,7 +23,7 @@ class ImportanceStats:
     """Mismatch between sampler and trainer, over the unmasked tokens.
 
     ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that they can be averaged
-    over parts of a batch. ``max`` is that of the weights before truncation, which reveals template or
+    over parts of a batch. ``max`` is the largest weight before truncation, which reveals template or
     weight-sync faults.
     """
 
@@ -48,13 +48,13 @@ def require_tokens(**tensors: Tensor) -> None:
         raise ValueError(f"expected float32 or float64 for {', '.join(low)}")
 
 
-def log_ratio(*, logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return ``logprobs - reference_logprobs`` [T], clamped to +-20 so that exp cannot overflow.
+def log_ratio(*, logprobs: Tensor, reference_logprobs: Tensor, limit: float = LOG_RATIO_LIMIT) -> Tensor:
+    """Return ``logprobs - reference_logprobs`` [T], clamped to +-``limit`` so that exp cannot overflow.
 
     There is no gradient beyond the clamp, and the reference is detached.
     """
     require_tokens(logprobs=logprobs, reference_logprobs=reference_logprobs)
-    return (logprobs - reference_logprobs.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (logprobs - reference_logprobs.detach()).clamp(-limit, limit)
 
 
 def token_ratio(*, logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -150,8 +150,8 @@ def correction_stats(
     """Compute the metrics of :func:`sampler_weights_per_token`.
 
     Mean and mean square are those of the applied weights. ``num_truncated`` counts the tokens that a bound
-    changed. ``max`` is that of the token weights before truncation. Raises ValueError if no token is left or
-    a log-prob is not finite, because either indicates a fault.
+    changed. ``max`` is the largest token weight before truncation. Raises ValueError if no token is left or a
+    log-prob is not finite, because either indicates a fault.
     """
     is_counted = mask.bool()
     # float64, because ESS divides the square of a sum by a sum of squares over all tokens.

@@ -26,7 +26,7 @@ from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
-from outrider.files import readable, whole_lines
+from outrider.files import file_sha256, readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
 from outrider.printing import plural
@@ -111,8 +111,7 @@ def input_digests(parts: Components) -> dict[str, str]:
             digests["embedder of the tips"] = f"{hook.embedder.name}, {hook.embedder.dim} dimensions"
     for key, path in sorted(files.items()):
         if path.is_file():
-            with path.open("rb") as stream:
-                digests[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+            digests[key] = file_sha256(path)
     return digests
 
 

@@ -173,27 +173,15 @@ NEEDS: Final[Sequence[Need]] = (
         lambda run: run.algorithm.retrieves or run.cold_start.retrieve_share > 0,
         "nothing is retrieved",
     ),
-    Need(
-        r"update\.attention",
-        lambda run: run.model.forward != "unpacked",
-        "model.forward is unpacked",
-    ),
+    Need(r"update\.attention", lambda run: run.model.forward != "unpacked", "model.forward is unpacked"),
     # objective
-    Need(
-        r"algorithm\.kl_estimator",
-        lambda run: run.algorithm.kl_weight > 0,
-        "algorithm.kl_weight is 0",
-    ),
+    Need(r"algorithm\.kl_estimator", lambda run: run.algorithm.kl_weight > 0, "algorithm.kl_weight is 0"),
     Need(
         r"algorithm\.loss\.(clip_low|clip_high|dual_clip|keep_clipped_gradient)",
         _clips,
         "with one optimizer step per training step every ratio is 1 (update.num_mini_batches and num_epochs)",
     ),
-    Need(
-        r"algorithm\.loss\.clip_(low|high)",
-        _algorithm("clip_own", bool),
-        "algorithm.clip_own is false",
-    ),
+    Need(r"algorithm\.loss\.clip_(low|high)", _algorithm("clip_own", bool), "algorithm.clip_own is false"),
     Need(
         r"algorithm\.(shaping|statistics|demonstrations)",
         _algorithm("num_demonstrations", bool),
@@ -280,11 +268,7 @@ NEEDS: Final[Sequence[Need]] = (
         "entropy_weight is 0",
     ),
     # tips
-    Need(
-        rf"{_TIPS}rnd(\..+)?",
-        _part("tips", lambda part: part.novelty == "rnd"),
-        "novelty is not rnd",
-    ),
+    Need(rf"{_TIPS}rnd(\..+)?", _part("tips", lambda part: part.novelty == "rnd"), "novelty is not rnd"),
     Need(
         rf"{_TIPS}novelty_threshold",
         _part("tips", lambda part: part.novelty == "count"),

@@ -66,7 +66,7 @@ from outrider.types import Origin
 
 
 class MetricAccumulator:
-    """Collects the measures of one update; :meth:`means` are its metrics."""
+    """The :class:`~outrider.algorithms.losses.Measures` of one update; :meth:`means` are its metrics."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -78,21 +78,17 @@ class MetricAccumulator:
         self._losses: dict[str, float] = {}  # of the optimiser step that is being computed
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A weighted mean."""
         total = self._sums.setdefault(name, [0.0, 0.0])
         total[0] += value * weight
         total[1] += weight
 
     def add_sum(self, name: str, value: float) -> None:
-        """A total."""
         self._totals[name] = self._totals.get(name, 0.0) + value
 
     def add_max(self, name: str, value: float) -> None:
-        """A maximum."""
         self._maxima[name] = max(value, self._maxima.get(name, value))
 
     def add_min(self, name: str, value: float) -> None:
-        """A minimum."""
         self._minima[name] = min(value, self._minima.get(name, value))
 
     def add_loss(self, name: str, value: float) -> None:
