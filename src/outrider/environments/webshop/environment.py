@@ -1,7 +1,7 @@
 """WebShop: buying a product in a text web shop by an instruction (Yao et al. 2022, arXiv 2207.01206).
 
-The pages (immutable), the goals and the score are written anew. The score of an episode that buys nothing is 0. Without
-files of your own, the environment uses a small invented catalogue.
+The pages (immutable), the goals and the score are written anew. The score of an episode that buys nothing is
+0. Without files of your own, the environment uses a small invented catalogue.
 """
 
 import copy
