@@ -4,6 +4,8 @@ in one process.
     python benchmarks/grpo_step.py [--repeats 5] [--precision auto]      # needs: pip install trl datasets
 
 Both generate all 64 tokens, reward at random, and train on all completions with AdamW and without a KL term.
+The last line is the time of the matrix products that a step without repeated tokens needs, at the rates of
+this machine.
 """
 
 import argparse
@@ -25,7 +27,15 @@ from rich.table import Table
 from outrider.algorithms.grpo import Grpo, GrpoSettings
 from outrider.engines.base import Request
 from outrider.engines.local.engine import LocalEngine
-from outrider.engines.local.model import load_model, resolve_model, resolve_precision
+from outrider.engines.local.model import (
+    copy_rate,
+    load_model,
+    product_rate,
+    resolve_model,
+    resolve_precision,
+)
+from outrider.planning.memory import weight_bytes
+from outrider.planning.shape import find_shape
 from outrider.trace import Leaf, Trace
 from outrider.training.policy import Policy
 from outrider.training.settings import OptimizerSettings, UpdateSettings
@@ -57,7 +67,19 @@ def main() -> None:
     )
     table.add_row("TRL GRPOTrainer", f"{theirs:.1f}", "1")
     table.add_row("Outrider", f"{mine:.1f}", f"{theirs / mine:.2f}")
-    Console().print(table)
+    Console().print(table, f"products alone: {products_seconds(arguments.model, precision):.1f} s/step")
+
+
+def products_seconds(model: str, precision: str) -> float:
+    """Seconds of the products of the layers: the prompt once, each new token, and their update."""
+    shape, dtype = find_shape(resolve_model(model)), getattr(torch, precision)
+    many, few = (1e12 * product_rate(rows, dtype) for rows in (2048, GROUP))
+    layers = 2 * shape.num_layers * shape.layer_parameters
+    head = 2 * shape.embedding_parameters
+    read = weight_bytes(shape, tensor_parallel=1, value_bytes=dtype.itemsize) / (1e9 * copy_rate())
+    decoding = NEW * max(GROUP * (layers + head) / few, read)
+    update = 3 * ((PROMPT + GROUP * NEW) * layers + GROUP * NEW * head) / many
+    return PROMPT * layers / many + decoding + update
 
 
 def trl_seconds(folder: str, precision: str, repeats: int) -> float:

@@ -18,7 +18,8 @@ from typing import Any
 NUM_VALID, NUM_TEST = 128, 64
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")
 _ARITHMETIC = re.compile(r"[\d.+\-*/() ]+")
-_WRITTEN = re.compile(r"\s*[\d.,+\-*/()x $]*=[\s$]*$")  # the calculation as text, in front of the call
+# The calculation as text, in front of the call; the x of a word is none.
+_WRITTEN = re.compile(r"\s*(?:[\d.,+\-*/() $]|(?<![A-Za-z])x)*=[\s$]*$")
 _NUMBER = re.compile(r"\d*\.?\d+")
 
 

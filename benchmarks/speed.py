@@ -14,9 +14,11 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument(
         "--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes"
     )
+    parser.add_argument("--sides", nargs="+", help="of generation; the first is the base of the ratios")
     parser.add_argument(
         "--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1"
     )
@@ -136,8 +139,8 @@ def gaps(ours: LanguageModel, precision: str, arguments: argparse.Namespace) -> 
 
 def limits(folder: str, precision: str, arguments: argparse.Namespace) -> None:
     """Print the rate of each workload if it consisted of the matrix products of the layers only, at the rates
-    that are measured here: every token once, and in each decoding step the bytes of all weights, keys and
-    values.
+    that are measured here: every token once, in each decoding step the bytes of all weights, keys and values,
+    and in an update three products for each one of the forward pass, with logits of trained tokens only.
     """
     config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     shape, dtype = shape_from_config(config, name=arguments.model), getattr(torch, precision)
@@ -159,6 +162,12 @@ def limits(folder: str, precision: str, arguments: argparse.Namespace) -> None:
         print(
             f"{name}: at most {rate:.0f} new tokens/s ({precision}, products of the layers alone)", flush=True
         )
+    for name, update in UPDATES.items():
+        trained = update.rollouts * update.new
+        tokens = update.shared + update.rollouts * update.own + trained
+        operations = 3 * (tokens * layers + trained * 2 * shape.embedding_parameters)
+        rate = update.rollouts * (update.shared + update.own + update.new) * many / operations
+        print(f"{name}: at most {rate:.0f} padded tokens/s", flush=True)
 
 
 def plain_model(folder: str, dtype: torch.dtype, device: str) -> AutoModelForCausalLM:
@@ -169,21 +178,21 @@ def generation(
     title: str, ours: LanguageModel, folder: str, precision: str, arguments: argparse.Namespace
 ) -> None:
     plain = plain_model(folder, getattr(torch, precision), arguments.device)
-    sides = {
-        "generate, dynamic": Plain(plain, static=False),
-        "generate, static": Plain(plain, static=True),
-        "outrider": Outrider(replace(ours, eos_token_ids=frozenset(), eos_texts=())),
+    vllm = partial(Vllm, arguments.vllm, folder, precision, threads=arguments.threads)
+    makers: dict[str, Callable[[], Any]] = {
+        "generate, dynamic": partial(Plain, plain, static=False),
+        "generate, static": partial(Plain, plain, static=True),
+        "outrider": partial(Outrider, replace(ours, eos_token_ids=frozenset(), eos_texts=())),
+        **({"vllm, eager": partial(vllm, eager=True)} if arguments.vllm else {}),
+        **({"vllm, compiled": partial(vllm, eager=False)} if arguments.vllm and arguments.compiled else {}),
     }
-    if arguments.vllm:
-        for eager in (True, False) if arguments.compiled else (True,):
-            name = "vllm, eager" if eager else "vllm, compiled"
-            sides[name] = Vllm(arguments.vllm, folder, precision, eager=eager, threads=arguments.threads)
+    sides = {name: makers[name]() for name in arguments.sides or makers}
     table = Table("new tokens/s", *sides, title=title)
     chosen = arguments.workloads or range(1, len(WORKLOADS) + 1)
     for name, workload in (list(WORKLOADS.items())[number - 1] for number in chosen):
         runs = {side: lambda one=one, w=workload: play(one, w) for side, one in sides.items()}
         rates = alternate(runs, arguments.repeats, device=arguments.device)
-        table.add_row(name, *against(rates, "generate, dynamic"))
+        table.add_row(name, *against(rates, next(iter(sides))))
         print(name, rates, flush=True)  # print each row at once, because the table takes a while
     Console().print(table)
     for one in sides.values():

@@ -29,7 +29,7 @@ from outrider import __version__
 from outrider.config import Settings
 from outrider.environments.alfworld.made_games import put_command
 from outrider.errors import DataError
-from outrider.files import file_checksum, sync
+from outrider.files import file_checksum, file_sha256, sync
 
 GAME: Final = "game.tw-pddl"
 """Name of every ALFWorld game file; the only files in which the releases differ."""
@@ -119,8 +119,7 @@ def check_file(file: DataFile, folder: Path) -> Check:
         return FileState.MISSING, f"{file.num_bytes:,} bytes"
     if (size := path.stat().st_size) != file.num_bytes:
         return FileState.DIFFERS, f"{size:,} bytes, expected {file.num_bytes:,}"
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = file_sha256(path)
     if file.sha256 is None:
         return FileState.UNKNOWN, f"no digest is known to compare with; its SHA-256 is {digest}"
     if digest != file.sha256:

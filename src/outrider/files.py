@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -314,6 +315,12 @@ def file_checksum(path: Path | str) -> int:
         while piece := file.read(2**22):
             value = zlib.crc32(piece, value)
     return value
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 (hex) of a file's content. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def json_value(value: Any) -> Any:

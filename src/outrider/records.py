@@ -157,12 +157,12 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any:
     """Decode what pyarrow's conversion to Python leaves encoded, at any depth of a value of the Arrow type
     ``kind``: columns of JSON text (``datasets`` 5 writes them for mixed values, and decodes them itself) and
-    float16 and float32 numbers, which get the value of their shortest text (5.1, not 5.099999904632568).
-    Raises ValueError for damaged JSON.
+    float16 and float32 fractions, which get the value of their shortest text (5.1, not 5.099999904632568).
+    Integers are exact: the shortest text of the float32 number 123456792 is 1.2345679e+08. Raises ValueError
+    for damaged JSON.
     """
     if not _is_encoded(kind):
         return value
-    import numpy as np
     import pyarrow as pa
 
     json_type = getattr(pa, "JsonType", ())  # of pyarrow 19
@@ -172,10 +172,8 @@ def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any
             return None
         if isinstance(kind, json_type):
             return value if is_json_decoded else json.loads(value)
-        if pa.types.is_float32(kind):
-            return float(str(np.float32(value)))
-        if pa.types.is_float16(kind):
-            return float(str(np.float16(value)))
+        if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+            return value if value.is_integer() else float(str(kind.to_pandas_dtype()(value)))
         if isinstance(kind, pa.BaseExtensionType):
             return decode(value, kind.storage_type)
         if pa.types.is_dictionary(kind):
@@ -193,8 +191,8 @@ def decode_arrow(value: Any, kind: Any, *, is_json_decoded: bool = False) -> Any
 
 @lru_cache(maxsize=256)
 def _is_encoded(kind: Any) -> bool:
-    """Whether an Arrow type contains JSON text, or numbers in less than 64 bits."""
-    return re.search(r"\b(half)?float\b|arrow\.json", str(kind)) is not None
+    """Whether an Arrow type may contain JSON text, or numbers in less than 64 bits."""
+    return re.search(r"\b(half)?float\b|\bextension<", str(kind)) is not None
 
 
 def _unreadable(table: Any) -> list[str]:

@@ -10,7 +10,6 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -49,34 +48,16 @@ _NUM_COPIES: Final = 3  # of the actions, with blanks before them: half of all r
 _CONTEXT: Final = 32_768
 
 
-@dataclass(frozen=True, slots=True)
 class SmokeAssets:
     """Paths of the stand-ins in one folder, which :func:`write` creates."""
 
-    folder: Path
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
-
-    @property
-    def questions(self) -> Path:
-        return self.folder / "questions.jsonl"
-
-    @property
-    def passages(self) -> Path:
-        """A corpus for searches."""
-        return self.folder / "passages.jsonl"
-
-    @property
-    def trajectories(self) -> Path:
-        """Chats that answer the questions."""
-        return self.folder / "trajectories.jsonl"
-
-    @property
-    def buffer(self) -> Path:
-        """A step-trace buffer of these chats."""
-        return self.folder / "steps.sqlite"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.model = folder / "model"
+        self.questions = folder / "questions.jsonl"
+        self.passages = folder / "passages.jsonl"  # a corpus for searches
+        self.trajectories = folder / "trajectories.jsonl"  # chats that answer the questions
+        self.buffer = folder / "steps.sqlite"  # a step-trace buffer of these chats
 
 
 def smoke_assets() -> SmokeAssets:

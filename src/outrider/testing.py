@@ -74,11 +74,15 @@ def require_picklable(label: str, value: Any) -> None:
 
 
 @contextmanager
-def _no_error(label: str) -> Iterator[None]:
-    """Convert an exception of a plug-in to an AssertionError that begins with the label."""
+def _no_error(label: str, *, invalid: str | None = None) -> Iterator[None]:
+    """Convert an exception of a plug-in to an AssertionError that begins with the label, or with ``invalid``
+    if a method returned a wrong value.
+    """
     try:
         yield
     except Exception as error:
+        if invalid is not None and isinstance(error, InvalidResult | NonFiniteResult):
+            raise AssertionError(f"{invalid}{error}") from error
         raise AssertionError(f"{label} {type(error).__name__}: {error}") from error
 
 
@@ -198,10 +202,8 @@ def _check_task_set(task_set: TaskSet, split: str) -> list[Task]:
     except DataError as error:
         raise AssertionError(str(error)) from error
     require(len(tasks) > 0, f"the split {split!r} has no task")
-    require(
-        tasks == _read_tasks(task_set, split),
-        f"the split {split!r} differs when its tasks are read again",
-    )
+    again = _read_tasks(task_set, split)
+    require(tasks == again, f"the split {split!r} differs when its tasks are read again")
     for other in {"train", "test"} - {split}:
         with suppress(DataError):  # not every environment has both splits
             shared = {task.key for task in tasks} & {task.key for task in _read_tasks(task_set, other)}
@@ -253,12 +255,8 @@ def _check_episode(factory: Callable[[Task], Env], task: Task, script: Sequence[
 def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeRecord:
     try:
         episode = open_episode(environment)
-        try:
+        with _no_error("reset raises", invalid=""):
             episode.start(seed)
-        except InvalidResult as error:
-            raise AssertionError(str(error)) from error
-        except Exception as error:
-            raise AssertionError(f"reset raises {type(error).__name__}: {error}") from error
         _require_record(episode, "before the first step")
         for text in script:
             if _step(episode, text).done:
@@ -270,12 +268,8 @@ def _play(environment: Env, script: Sequence[str], *, seed: int) -> _EpisodeReco
 
 
 def _step(episode: Episode, text: str) -> StepResult:
-    try:
+    with _no_error(f"step raises for {text[:40]!r}:", invalid=f"step after {text[:40]!r}: "):
         result = episode.act(text)
-    except (InvalidResult, NonFiniteResult) as error:
-        raise AssertionError(f"step after {text[:40]!r}: {error}") from error
-    except Exception as error:
-        raise AssertionError(f"step raises for {text[:40]!r}: {type(error).__name__}: {error}") from error
     require(
         result.observations or result.done,
         f"step after {text[:40]!r} returns no message and does not end the episode",
@@ -286,12 +280,8 @@ def _step(episode: Episode, text: str) -> StepResult:
 
 
 def _require_record(episode: Episode, when: str) -> None:
-    try:
+    with _no_error(f"result raises {when}:", invalid=f"result {when}: "):
         record = episode.result()
-    except (InvalidResult, NonFiniteResult) as error:
-        raise AssertionError(f"result {when}: {error}") from error
-    except Exception as error:
-        raise AssertionError(f"result raises {when}: {type(error).__name__}: {error}") from error
     require(record == episode.result(), f"result {when} differs when it is called again")
 
 

@@ -32,7 +32,6 @@ from outrider.engines.scripted import ScriptedEngine
 from outrider.environments.base import EpisodeResult, StepResult
 from outrider.errors import ConfigError, DataError
 from outrider.memory.embedders import HashEmbedder
-from outrider.memory.tips import Tip
 from outrider.metrics import declared_metric
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import Hook
@@ -598,6 +597,6 @@ def test_help_that_is_too_long_for_most_rollouts_is_reported() -> None:
 
 def test_tips_alone_look_as_in_rollouts_that_see_them() -> None:
     hook = hook_for({"help": "tips"}, tips=tip_hook())
-    assert render_tips([Tip(tip_id=0, text="a", score=0.0)]) == hook._render(
+    assert render_tips(["a"]) == hook._render(
         [hook.task_part("file", Task(key="task 0", question="")).without_oldest(0)]
     ).replace(TEXT, "a")

@@ -252,14 +252,14 @@ def test_tips_fit_their_budget_and_the_oldest_go_first(lengths: list[int], budge
     shown, text = hook._within(hits, budget)
     assert len(text) <= budget and (text == "") == (not shown)
     # one long record must not hide all others
-    fitting = [hit for hit in hits if len(render_tips([hit.tip])) <= budget]
+    fitting = [hit for hit in hits if len(render_tips([hit.tip.text])) <= budget]
     kept = {hit.tip.tip_id for hit in shown}
     lost = {hit.tip.tip_id for hit in fitting} - kept
     assert all(one < other for one in lost for other in kept)
     assert shown == [hit for hit in fitting if hit.tip.tip_id in kept] and bool(shown) == bool(fitting)
     if lost:
         again = [hit for hit in fitting if hit.tip.tip_id in kept | {max(lost)}]
-        assert len(render_tips([hit.tip for hit in again])) > budget
+        assert len(render_tips([hit.tip.text for hit in again])) > budget
 
 
 def test_presets_set_the_defaults_of_missing_keys() -> None:

@@ -19,6 +19,12 @@ def test_calculations_are_calls_in_the_place_of_their_text() -> None:
         "13 eggs are left.\nShe gets <python>print(1000*2)</python>",
         "2000.\n<answer>\\boxed{2000}</answer>",
     ]
+    with_x = "The tax 5 x 2=<<5*2=10>>10 and 2x3=<<2*3=6>>6.\n#### 6"
+    assert as_turns(with_x) == [
+        "The tax <python>print(5*2)</python>",
+        "10 and <python>print(2*3)</python>",
+        "6.\n<answer>\\boxed{6}</answer>",
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 99), st.sampled_from("+-*"), st.integers(0, 99)), min_size=1))

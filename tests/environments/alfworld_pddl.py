@@ -94,7 +94,7 @@ RARE = {
 
 def record(folder: Path) -> None:
     """Walks by chance and plans of ours in the package's engine, as vectors for where it is not installed."""
-    from outrider.environments.alfworld import play as published
+    from outrider.environments.alfworld import environment as published
     from outrider.environments.alfworld.made_games import TASK_TYPES, make_scene, shortest_plan
     from outrider.seeding import stream
 

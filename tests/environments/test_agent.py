@@ -19,7 +19,7 @@ from outrider.environments.agent.environment import (  # noqa: E402
     read_exit,
 )
 from outrider.environments.agent.programs import Report  # noqa: E402
-from outrider.environments.agent.session import COUNTED  # noqa: E402
+from outrider.environments.agent.server import COUNTED  # noqa: E402
 from outrider.environments.base import Episode  # noqa: E402
 from outrider.environments.tool_qa.datasets import DatasetConfig  # noqa: E402
 from outrider.errors import EnvironmentFault, InvalidResult, ToolUnavailable  # noqa: E402

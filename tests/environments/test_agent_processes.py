@@ -26,8 +26,7 @@ from outrider.environments.agent.environment import AgentConfig, AgentTaskSet  #
 from outrider.environments.agent.launcher import ENDPOINT_VARIABLES  # noqa: E402
 from outrider.environments.agent.programs import Report, run_agent  # noqa: E402
 from outrider.environments.agent.requests import read_request  # noqa: E402
-from outrider.environments.agent.server import MAX_BYTES, Gateway  # noqa: E402
-from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session  # noqa: E402
+from outrider.environments.agent.server import MAX_BYTES, Gateway, PendingRequest, ProgramFailure, Session  # noqa: E402  # noqa: E402
 from outrider.errors import ToolUnavailable  # noqa: E402
 from outrider.rollout.settings import Limits  # noqa: E402
 from outrider.types import Outcome, Task  # noqa: E402
@@ -93,10 +92,11 @@ def test_programs_find_the_policy_under_both_names(monkeypatch: pytest.MonkeyPat
 
 def test_columns_of_the_data_are_the_metadata(tmp_path: Path) -> None:
     rows = [{"question": "q", "answer": "a", "files": ["a.txt"]}, {"question": "r", "files": []}]
+    rows += [{"question": "s", "answer": answer} for answer in ({"value": 5}, None)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tasks = AgentTaskSet(AgentConfig(function="a:b", train={"path": tmp_path / "rows.jsonl"})).tasks("train")
     assert [(one.answers, one.metadata) for one in tasks] == [
-        (("a",), {"files": ["a.txt"]}), ((), {"files": []})
+        (("a",), {"files": ["a.txt"]}), ((), {"files": []}), ((), {"answer": {"value": 5}}), ((), {}),
     ]  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_every_refusal_has_a_reason_and_is_counted(gateway: Gateway, monkeypatch
         assert status == 400 and set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["param"] == param and param in answer["error"]["message"]
         assert answer["error"]["code"] == "unsupported_parameter"
-    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 0)
+    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 0)
     status, answer = call(gateway, session.key, "POST", "/chat/completions", HELLO)
     assert (status, answer["error"]["code"]) == (429, "too_many_requests")
     assert (session.num_refused, session.num_requests) == (len(cases) + 3, 0)

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from outrider.environments.alfworld import made_games as texts
-from outrider.environments.alfworld.environment import PROMPT, AlfworldConfig, AlfworldEnvironment
+from outrider.environments.alfworld.environment import (
+    PROMPT,
+    AlfworldConfig,
+    AlfworldEnvironment,
+    OfflineGame,
+)
 from outrider.environments.alfworld.made_games import (
     PUT,
     TASK_TYPES,
@@ -32,7 +37,6 @@ from outrider.environments.alfworld.made_games import (
     split_plans,
     tables,
 )
-from outrider.environments.alfworld.play import OfflineGame
 from outrider.environments.base import (
     SPLITS,
     CopyableEnvironment,

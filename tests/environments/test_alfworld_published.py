@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.alfworld import play as published
-from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment
+from outrider.environments.alfworld import environment as published
+from outrider.environments.alfworld.environment import AlfworldConfig, AlfworldEnvironment, OfflineGame
 from outrider.environments.alfworld.made_games import TASK_TYPES, TaskType, make_scene, shortest_plan
-from outrider.environments.alfworld.play import OfflineGame
 from outrider.environments.base import Env, StepResult, TaskSet
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import ConfigError, DataError, EnvironmentFault, ToolUnavailable

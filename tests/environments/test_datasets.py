@@ -201,19 +201,25 @@ def test_a_hub_data_set_is_read_by_the_library(monkeypatch: pytest.MonkeyPatch) 
         load_tasks(DatasetConfig(hub="openai/gsm8k", hub_split="gone"))
 
 
-def test_float32_numbers_of_a_hub_data_set_are_those_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_numbers_of_a_hub_data_set_are_those_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datasets = pytest.importorskip("datasets")
     number = datasets.Value("float32")
     features = datasets.Features(
         question=datasets.Value("string"),
         answer=number,
         more={"scores": datasets.List(number), "mixed": datasets.Json()},
+        table=datasets.Array2D((None, 2), "float32"),
     )
-    rows = [{"question": "q", "answer": 5.1, "more": {"scores": [0.1, None], "mixed": {"a": [1, "5.1"]}}}]
+    more = {"scores": [0.1, None], "mixed": {"a": [1, "5.1"]}}
+    rows = [{"question": "q", "answer": 5.1, "more": more, "table": [[5.1, 2.0]]}]
     data = datasets.Dataset.from_list(rows, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: data)
     assert [row.values for row in hub_rows("own/data", None, "train")] == rows
     assert load_tasks(DatasetConfig(hub="own/data"))[0].answers == ("5.1",)
+    data.to_parquet(tmp_path / "t.parquet")
+    assert [row.values["table"] for row in read_rows(tmp_path / "t.parquet")] == [[[5.1, 2.0]]]
 
 
 def test_the_panel_hash_sees_order_and_every_field() -> None:
@@ -275,6 +281,9 @@ def test_numbers_are_written_as_a_policy_writes_them(
         numbers = pa.array(np.array([5.1, 0.1], kind.to_pandas_dtype()), kind)
         pq.write_table(pa.table({"question": ["q", "r"], "a.b": numbers, "x": [1, 2]}), path)
         assert [row.get("a.b") for row in read_rows(path)] == [5.1, 0.1]
+    table = pa.table({"question": ["q"], "answer": pa.array([123456792.0], pa.float32())})
+    pq.write_table(table, path)
+    assert load_tasks(DatasetConfig(path=path))[0].answers == ("123456792.0",)
     large = write(tmp_path, json.dumps({"question": "q", "answer": 10**400}) + "\n")
     assert load_tasks(large)[0].answers == ("1" + "0" * 400,)
     assert not caplog.records

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from outrider.environments.agent.session import read_reward
+from outrider.environments.agent.server import read_reward
 from outrider.environments.base import EpisodeResult, StepResult, open_episode
 from outrider.environments.conversations import Conversation
 from outrider.environments.seeded import MoveRecord, SeedSettings

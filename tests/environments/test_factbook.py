@@ -11,22 +11,26 @@ from pydantic import ValidationError
 from outrider.environments.base import SPLITS, TaskSet
 from outrider.environments.factbook import data as factbook_data
 from outrider.environments.factbook import environment as factbook
-from outrider.environments.factbook.data import Factbook, clean, load_factbook, parse_factbook, read_entries
+from outrider.environments.factbook.data import (
+    ATTRIBUTES,
+    Attribute,
+    Factbook,
+    Hop,
+    Question,
+    build_questions,
+    clean,
+    country_splits,
+    fact_passages,
+    load_factbook,
+    parse_factbook,
+    read_entries,
+)
 from outrider.environments.factbook.environment import (
     SYSTEM_PROMPT,
     FactbookConfig,
     FactbookEnvironment,
     interleave,
     is_solved,
-)
-from outrider.environments.factbook.questions import (
-    ATTRIBUTES,
-    Attribute,
-    Hop,
-    Question,
-    build_questions,
-    country_splits,
-    fact_passages,
 )
 from outrider.environments.grading.answers import normalize_answer
 from outrider.environments.tool_qa.datasets import hash_tasks

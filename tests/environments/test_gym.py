@@ -21,12 +21,10 @@ from outrider.environments.base import (  # noqa: E402
     StepResult,
 )
 from outrider.environments.gym.environment import GymEnvironment  # noqa: E402
-from outrider.environments.gym.making import (  # noqa: E402
+from outrider.environments.gym.making import (  # noqa: E402  # noqa: E402
     GymConfig,
     IsolatedRandom,
     Recipe,
-)
-from outrider.environments.gym.spaces import (  # noqa: E402
     observation_text,
     plain,
     text_action,

@@ -159,6 +159,10 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         ("2:00", "2:00 PM"), ("2:00 PM", "14:00"), (r"9:05\text{ a.m.}", "09:05 AM"), ("12:00 AM", "0:00"),
         ("3:4", "6:8"), ("10:30", "20:60"),
     ],
+    "large numbers and vectors": [
+        ("1.5 million", "1500000"), (r"\$2\text{ billion}", "2,000,000,000"), ("3 thousand people", "3000"),
+        (r"\hat{\imath}-2\hat{j}", r"\mathbf{i}-2\mathbf{j}"), (r"\vec{k}", r"\mathbf{k}"),
+    ],
     "logic and derivatives": [
         (r"p \land q", r"q \wedge p"), (r"x>1 \land x<3", r"1<x<3"), (r"\frac{dy}{dx}=2x", "2x"),
         (r"\frac{dy}{dx}=-2y", r"\frac{dy}{dx}=-y\cdot 2"),
@@ -277,6 +281,11 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         (r"45\ \mathrm{kg\cdot m/s}", "45"), (r"60\text{ km}/\text{h}", r"60\text{ km/h}"),
         (r"30^\circ C", "30"), (r"30^\circ C", "30 degrees Celsius"), (r"30^\circ", r"30^\circ F"),
         (r"\min(2,3)", "2"), (r"5\text{ kJ}", "5 kilojoules"), (r"5\text{ kW}", "5"),
+        ("5 N m", "5 newton metres"), (r"5\text{ N m}", "5 newton-meters"), ("5 N", "5 newtons"),
+        (r"5\,\mathrm{N\,m}", "5"), (r"9.8\,\mathrm{m\,s^{-2}}", r"9.8\text{ m/s}^2"),
+        ("300 K", "300 kelvin"),
+        ("5 Hz", "5 hertz"), ("5 kWh", "5 kilowatt hours"), (r"5\text{ Pa}\cdot\text{s}", "5 pascal seconds"),
+        (r"20\,\Omega", "20 ohms"), (r"20\Omega", "20"),
     ],
     "equations that state a value": [
         ("f(x)=0", "0"), ("f(2)+g(3)=5", "5"), (r"\cos C=-\frac12", "-1/2"), ("m+n=15", "15"),
@@ -303,6 +312,10 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 
 DIFFERENT: dict[str, list[tuple[str, str]]] = {
+    "pairs of capital letters": [
+        ("AB", "BA"), ("HT", "TH"), (r"\text{HT}", "TH"), (r"\{HH, HT\}", r"\{HH, TH\}"), ("M = BA", "AB"),
+    ],
+    "large numbers": [("5 million", "5"), ("5 million", "5 billion"), ("5 thousandths", "5000")],
     "upright letters": [
         (r"3\mathrm{i}", "3"), (r"2+3\mathrm{i}", "5"), (r"2\mathrm{e}", "2"),
         (r"1+\frac{1}{\text{e}}", r"1-\frac{1}{\text{e}}"), (r"3\text{i}", "3"), (r"3\mathbf{i}", "3"),
@@ -483,6 +496,8 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"5\text{ kJ}", r"5\text{ J}"), (r"5\text{ N}", r"5\text{ J}"),
         (r"5\text{ m s}^{-1}", r"5\text{ m s}^{-2}"), (r"5\text{ m s}^{-1}", r"5\text{ m}"),
         (r"2\sec x", "2"), (r"x^2\mathrm{min}", "x"), ("5 ms", "5"), (r"5\text{ MW}", r"5\text{ mW}"),
+        (r"5\text{ MN}", r"5\text{ mN}"), (r"5\text{ N m}", "5 newtons"), ("5 kilowatt hours", "5 hours"),
+        ("5 newton metres", "5 N"), ("5 N m", "5 newtons per metre"),
     ],
     "equations and their right side": [
         ("0", "5x - 7y + 11z + 4 = 0"), ("18", "x^2 + (y - 2)^2 = 18"), ("4x", "y^2=4x"),

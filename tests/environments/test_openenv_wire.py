@@ -10,15 +10,16 @@ from pydantic import ValidationError
 
 pytest.importorskip("websockets", reason="needs the extra openenv")
 
-from outrider.environments.openenv.environment import OpenEnvEnvironment, OpenEnvTaskSet
-from outrider.environments.openenv.server import OpenEnvConfig  # noqa: E402
-from outrider.environments.openenv.spaces import (
+from outrider.environments.openenv.environment import (
+    OpenEnvEnvironment,
+    OpenEnvTaskSet,
     describe_errors,
     field_action,
     json_action,
     make_action,
     observation_text,
 )
+from outrider.environments.openenv.server import OpenEnvConfig  # noqa: E402
 from outrider.errors import EnvironmentFault, ToolUnavailable  # noqa: E402
 from outrider.training.settings import RunSettings  # noqa: E402
 from outrider.types import Message  # noqa: E402

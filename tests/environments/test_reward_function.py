@@ -56,6 +56,10 @@ def needs_ids(completions, completion_ids):
     return [1.0]
 
 
+def needs_log(completions, log_metric):
+    return [1.0]
+
+
 def neither(text):
     return 1.0
 
@@ -186,7 +190,9 @@ def test_the_format_has_no_part_in_the_reward_of_a_function() -> None:
         assert result.metrics["format_ok"] == 0.0
 
 
-def test_a_conversational_prompt_makes_conversational_completions(rewards: Any, tmp_path: Path) -> None:
+def test_a_conversational_prompt_makes_conversational_completions(
+    rewards: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2 + 3?"}]
     (tmp_path / "rows.jsonl").write_text(json.dumps({**ROW, "prompt": prompt}))
     path = {"path": "rows.jsonl", "question": "prompt.1.content"}
@@ -194,6 +200,10 @@ def test_a_conversational_prompt_makes_conversational_completions(rewards: Any, 
     assert result.episode_return == 1.0
     assert rewards.seen[0]["prompts"] == [prompt]
     assert rewards.seen[0]["completions"] == [[{"role": "assistant", "content": "It is 5."}]]
+    assert "rows.jsonl: 1 row has messages in front of the question that are no part" in caplog.text
+    caplog.clear()
+    play(settings("trl", train=path, system_prompt="Add. "), "It is 5.")
+    assert "in front of the question" not in caplog.text
     with pytest.raises(DataError, match=r"is a list of messages.* such as prompt\.1\.content"):
         ToolEnvironment.tasks(settings("trl"), "train")
 
@@ -211,6 +221,8 @@ def test_without_a_column_of_verl_the_accepted_answers_are_the_truth(rewards: An
     function = RewardFunction("my_rewards:verl")
     assert function.score(Task(key="a", question="q", answers=("5",)), "5") == (2.5, {"length": 1.0})
     assert rewards.seen[0] == {"source": "", "text": "5", "truth": "5", "extra": {}}
+    columns = {"reward_model": {"style": "rule"}, "ground_truth": "5"}
+    assert function.score(Task(key="a", question="q", metadata=columns), "5")[0] == 2.5
 
 
 def test_results_of_tools_are_part_of_the_completion(rewards: Any) -> None:
@@ -237,6 +249,7 @@ def test_questions_without_tools_end_with_the_first_turn() -> None:
     ("name", "message"),
     [
         ("needs_ids", "needs 'completion_ids', which only TRL's trainer has"),
+        ("needs_log", "needs 'log_metric', which only TRL's trainer has"),
         ("neither", "name completions, as in TRL, or solution_str and ground_truth, as in verl"),
         ("waits", "is a coroutine function"),
         ("waits_too", "is a coroutine function"),
@@ -249,10 +262,25 @@ def test_a_function_that_cannot_be_called_is_refused_with_its_key(name: str, mes
         validate_references(settings(name))
 
 
-def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["trl", "short"])
+def test_a_column_that_the_function_needs_is_checked_when_tasks_are_read(name: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "2 + 3?", "solution": "5"}))
-    with pytest.raises(DataError, match=r"needs the column 'ground_truth'; task rows-0 has prompt, solution"):
-        ToolEnvironment.tasks(settings("trl"), "train")
+    with pytest.raises(DataError, match=r"needs the column 'ground_truth'.*; task rows-0 has prompt, solu"):
+        ToolEnvironment.tasks(settings(name), "train")
+
+
+def test_an_answer_that_is_no_text_is_a_column_for_the_function(rewards: Any, tmp_path: Path) -> None:
+    answers = (True, None, {"value": 5}, [{"value": 5}], [])
+    rows = [{**ROW, "answer": answer} for answer in answers]
+    rows.append({**ROW, "answers": {"text": ["5"]}})  # SQuAD
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tasks = ToolEnvironment.tasks(settings("trl"), "train")
+    assert [task.answers for task in tasks] == [()] * 6
+    for task in tasks:
+        RewardFunction("my_rewards:trl").score(task, "5")
+    assert tuple(call["answer"][0] for call in rewards.seen[:5]) == answers
+    drop = {"path": "rows.jsonl", "question": "prompt", "blank_answers": "drop"}
+    assert len(ToolEnvironment.tasks(settings("trl", train=drop), "train")) == 5
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,14 @@ from outrider.environments.textworld.environment import (
     identity,
     refusal,
 )
-from outrider.environments.textworld.games import Cooking, GameShelf
-from outrider.environments.textworld.play import StoryGame, clean, render_opening, walkthrough
+from outrider.environments.textworld.games import (
+    Cooking,
+    GameShelf,
+    StoryGame,
+    clean,
+    render_opening,
+    walkthrough,
+)
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Message
 

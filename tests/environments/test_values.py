@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.environments.agent.session import read_reward
+from outrider.environments.agent.server import read_reward
 from outrider.environments.base import (
     EnvironmentSettings,
     Episode,

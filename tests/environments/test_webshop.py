@@ -35,12 +35,14 @@ from outrider.environments.webshop.catalogue import (
     split_goals,
 )
 from outrider.environments.webshop.environment import (
+    BUY,
     MAX_ACTION_CHARACTERS,
+    Page,
+    Shop,
     WebShopConfig,
     WebShopEnvironment,
     parse_action,
 )
-from outrider.environments.webshop.pages import BUY, Page, Shop
 from outrider.environments.webshop.reward import (
     OptionScoring,
     PurchaseScore,

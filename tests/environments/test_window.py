@@ -29,7 +29,7 @@ from outrider.environments.house import HouseConfig
 from outrider.environments.parse_rules import PARSE_RULES
 from outrider.environments.text_games import Reply, render_action
 from outrider.environments.textworld.environment import TextWorldConfig, TextWorldEnvironment
-from outrider.environments.textworld.play import render_opening
+from outrider.environments.textworld.games import render_opening
 from outrider.environments.window import (
     NOT_EXECUTED,
     PROMPTS,

@@ -48,6 +48,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "tool_calls": [{"name": "weather", "args": {"city": "Oslo"}, "id": "a", "type": "tool_call"}]
     },
     "calls as text": {"tool_calls": json.dumps([call()])},
+    "each call as text (verifiers)": {"tool_calls": [json.dumps(call())]},
     "one call": {"tool_calls": call()},
     "function_call": {"function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
     "Anthropic": {"content": [{"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo"}}]},
@@ -109,6 +110,23 @@ def test_text_calls_and_thinking_are_in_the_order_of_a_turn(tmp_path: Path) -> N
     results = [RESULT, {"role": "tool", "content": [{"type": "text", "text": "20 C"}], "tool_call_id": "b"}]
     imported = read(tmp_path, messages=[USER, answer, *results, END])
     assert steps(imported)[0] == (f"{THOUGHT}The forecast knows.\n{CALL}\n{second}", "4 C\n20 C")
+
+
+def test_calls_with_a_role_of_their_own_join_their_turn(tmp_path: Path) -> None:
+    """As ms-swift writes them: text, parallel calls and results are messages of their own."""
+    calls = [json.dumps({"name": "weather", "arguments": {"city": city}}) for city in ("Oslo", "Rome")]
+    chat = [
+        USER,
+        {"role": "assistant", "content": "The forecast knows."},
+        *({"role": "tool_call", "content": text} for text in calls),
+        *({"role": "tool_response", "content": text} for text in ("4 C", "20 C")),
+        END,
+    ]
+    second = CALL.replace("Oslo", "Rome")
+    turns = [(f"The forecast knows.\n{CALL}\n{second}", "4 C\n20 C"), (END["content"], "")]
+    assert steps(read(tmp_path, messages=chat)) == turns
+    given = read(tmp_path, prompt=chat[:2], completion=chat[2:])  # text in the prompt is no step
+    assert steps(given) == [(f"{CALL}\n{second}", "4 C\n20 C"), (END["content"], "")]
 
 
 def test_parts_of_a_user_are_joined_by_lines_and_parts_of_an_answer_directly(tmp_path: Path) -> None:
@@ -402,6 +420,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "no JSON"}]},
         "message 1: 'tool_calls' must be a list of function calls",
     ),
+    (answer(content="Better ask.", channel="analysis"), "message 1 is thinking or a call in OpenAI"),
+    (answer(content="{}", channel="commentary", recipient="functions.weather"), "Harmony format"),
 ]
 
 

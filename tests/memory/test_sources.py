@@ -95,7 +95,7 @@ BAD = [
     ({**RECORD, "reward": float("nan")}, "'reward' must be a finite number"),
     ({**RECORD, "reward": 10**400}, "too large"),
     ({**RECORD, "num_tokens": -1}, "'num_tokens' must be a count"),
-    ({**RECORD, "messages": "hello"}, "'messages' must be a list"),
+    ({**RECORD, "messages": "hello"}, "'messages' must be a list as JSON text"),
     ({**RECORD, "messages": ["hello"]}, "message 0 must be an object"),
     ({**RECORD, "messages": [{"role": "robot", "content": ""}]}, "message 0 has unknown role 'robot'"),
     ({**RECORD, "messages": [{"role": ["user"], "content": ""}]}, "message 0 has unknown role"),

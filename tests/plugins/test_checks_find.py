@@ -24,6 +24,7 @@ from outrider.environments.house import HouseEnvironment
 from outrider.testing import check_algorithm, check_engine, check_environment, check_tool
 from outrider.tools.base import ToolOutput
 from outrider.trace import Trace
+from outrider.types import Message
 from tests.tiny import tiny_tokenizer
 
 
@@ -42,6 +43,9 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
     return EpisodeResult(episode_return=float("nan"), success=False)
 
 
+_BEGUN = Message(role="assistant", content="I")
+
+
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
@@ -50,6 +54,11 @@ def _no_record(self: HouseEnvironment) -> EpisodeResult:
         ({"result": _no_record}, "no finite number"),
         ({"copy": lambda self: self}, "changes the result of the original"),
         ({"reset": lambda self, task, seed: ()}, "reset returned no message"),
+        (
+            {"reset": lambda self, task, seed: [Message(role="user", content="q"), _BEGUN]},
+            "what reset returned ends with an assistant message",
+        ),
+        ({"step": lambda self, action: StepResult(message=_BEGUN)}, "what step returned ends with an assist"),
         ({"step": lambda self, action: StepResult(message=None)}, "does not end the episode"),
         ({"step": lambda self, action: "done"}, "no StepResult"),
     ],

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 from outrider.algorithms.tips import render_tips
 from outrider.environments.base import StepResult
-from outrider.memory.tips import Tip
 from outrider.rollout.episode import Sampling
 from outrider.rollout.hooks import EpisodeState, Hook, Splice
 from outrider.rollout.scheduler import Scheduler
@@ -70,7 +69,7 @@ class MergingTokenizer:
 
 
 TOKENIZER = MergingTokenizer()
-TIP = render_tips([Tip(tip_id=0, text="look first", score=0.0)])
+TIP = render_tips(["look first"])
 
 
 class Shows(Hook):

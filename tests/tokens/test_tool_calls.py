@@ -276,14 +276,24 @@ def test_an_unclosed_block_after_another_one_is_a_problem() -> None:
         assert turn.reasoning.startswith("a\nShall I" if before else "Shall I")
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("begun", [
+    "<reasoning>Shall I", "<thinking>Shall I", "<think>a</think><analysis>Shall I", "Well. <think>Shall I",
+    "<think>a</think> Well. [THINK]Shall I", "<reasoning>a</reasoning><scratchpad>Shall I",
+])  # fmt: skip
+def test_a_call_in_an_unclosed_block_is_a_problem(name: CallFormatName, begun: str) -> None:
+    written = CALL_FORMATS[name].write([look("a")])
+    if name == "pythonic":
+        written = f"<|tool_call_start|>{written}<|tool_call_end|>"
+    turn = read_turn(f"{begun} {written}", CALL_FORMATS[name], TOOLS)
+    assert turn.tool_calls == () and turn.problems == ("The thinking was not closed.",)
+    assert f"{begun} {written}".endswith(turn.content) and written in turn.content
+
+
 def test_tags_of_prompts_stay_in_the_content() -> None:
     """A reward may ask for them; text next to a call is as before."""
     written = CALL_FORMATS["hermes"].write([look("a")])
-    for text in (
-        "<reasoning>a</reasoning>\nLet me look.",
-        "<reasoning>a</reasoning>",
-        "<reasoning>not closed",
-    ):
+    for text in ("<reasoning>a</reasoning>\nLet me look.", "<reasoning>a</reasoning>"):
         turn = read_turn(f"{text}\n{written}\n", CALL_FORMATS["hermes"], TOOLS)
         assert (turn.reasoning, turn.content, turn.tool_calls) == ("", text, (look("a"),))
         assert read_turn(text, CALL_FORMATS["hermes"], TOOLS).content == text

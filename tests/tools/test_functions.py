@@ -417,6 +417,21 @@ def test_arguments_are_converted_to_the_types_of_the_hints(hint: Any, written: J
     assert "value" in function_tool.usage
 
 
+def taking(hint: Any) -> Callable[..., str]:
+    """A function with an argument of this type, which is never called."""
+
+    def take(value: Any) -> str:
+        """Take something.
+
+        Args:
+            value: What to take.
+        """
+        raise AssertionError("never called")
+
+    take.__annotations__["value"] = hint
+    return take
+
+
 @pytest.mark.parametrize(
     ("hint", "written", "reason"),
     [
@@ -432,16 +447,7 @@ def test_arguments_are_converted_to_the_types_of_the_hints(hint: Any, written: J
 def test_an_argument_that_cannot_be_converted_is_an_observation(
     hint: Any, written: Json, reason: str
 ) -> None:
-    def take(value: Any) -> str:
-        """Take something.
-
-        Args:
-            value: What to take.
-        """
-        raise AssertionError("never called")
-
-    take.__annotations__["value"] = hint
-    output = tool(take).run_call({"value": written})
+    output = tool(taking(hint)).run_call({"value": written})
     assert output.failed and reason in output.text and "\n" not in output.text
 
 
@@ -481,30 +487,13 @@ def exit_at_once(value: object) -> object:
 def test_an_error_while_an_argument_is_converted_is_a_failed_call(
     hint: Any, written: Json, text: str
 ) -> None:
-    def take(value: Any) -> str:
-        """Take something.
-
-        Args:
-            value: What to take.
-        """
-        raise AssertionError("never called")
-
-    take.__annotations__["value"] = hint
-    output = tool(take).run_call({"value": written})
+    output = tool(taking(hint)).run_call({"value": written})
     assert output.failed and output.text.startswith(text)
 
 
 def test_a_tool_fault_while_an_argument_is_converted_is_raised() -> None:
-    def take(country: Country) -> str:
-        """Take something.
-
-        Args:
-            country: What to take.
-        """
-        raise AssertionError("never called")
-
     with pytest.raises(ToolFault, match="no power"):
-        tool(take).run_call({"country": {"name": "down"}})
+        tool(taking(Country)).run_call({"value": {"name": "down"}})
 
 
 @pytest.mark.parametrize(
@@ -520,17 +509,8 @@ def test_a_tool_fault_while_an_argument_is_converted_is_raised() -> None:
     ],
 )
 def test_a_hint_that_json_cannot_express_is_refused(hint: Any, reason: str) -> None:
-    def take(value: Any) -> str:
-        """Take something.
-
-        Args:
-            value: What to take.
-        """
-        return ""
-
-    take.__annotations__["value"] = hint
     with pytest.raises(ConfigError, match=reason):
-        tool_class(take)
+        tool_class(taking(hint))
 
 
 def test_a_return_value_becomes_json() -> None:

@@ -59,10 +59,10 @@ def test_terms_of_languages_with_blanks_are_words(text: str) -> None:
     import re
     import unicodedata
 
-    folded = unicodedata.normalize("NFKD", text).casefold()
+    folded = unicodedata.normalize("NFKD", text).casefold().replace("\u00ad", "")
     letters = "".join(c for c in folded if not unicodedata.combining(c))
     # vowel signs, the marks that remain, belong to words
-    signs = "".join(c for c in letters if c >= "\u0900" and unicodedata.category(c) in ("Mn", "Mc"))
+    signs = "".join(c for c in letters if c >= "\u0780" and unicodedata.category(c) in ("Mn", "Mc"))
     plain = re.findall(rf"[^\W_](?:[^\W_]|[x{signs}])*", letters)  # x: a set must not be empty
     assert terms(text) == query_terms(text) == plain
 
@@ -74,6 +74,18 @@ def test_words_of_indic_scripts_are_not_cut_at_vowel_signs() -> None:
     tool = SearchTool([Passage(passage_id=text, title="", text=text) for text in texts])
     for query, index in (("काम", 1), ("कमी", 3), ("दिल", 4)):
         assert [passage.text for passage in tool.run(query).passages] == [texts[index]]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("ශ්\u200dරී ලංකාව", ["ශරී", "ලංකාව"]),  # Sinhala; the virama is removed like an accent
+    ("അവന്\u200d വന്നു", ["അവന", "വനനു"]),  # Malayalam
+    ("ক্\u200cষ র\u200d্যাম", ["কষ", "রযাম"]),  # Bengali
+    ("ދިވެހި ރާއްޖެ", ["ދިވެހި", "ރާއްޖެ"]),  # Thaana
+    ("می\u200cروم", ["می", "روم"]),  # Persian
+    ("Donau\u00addampf \ufeffBug", ["donaudampf", "bug"]),
+])  # fmt: skip
+def test_invisible_characters_and_vowel_signs_do_not_cut_words(text: str, words: list[str]) -> None:
+    assert terms(text) == words
 
 
 def test_other_marks_of_class_0_are_no_part_of_words() -> None:

@@ -12,7 +12,7 @@ from docsite.models import ARCHITECTURES
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
 
 from outrider.config import validate
 from outrider.engines.base import VllmSettings
@@ -20,7 +20,7 @@ from outrider.engines.local.attention import Segment, TreePlan
 from outrider.engines.local.model import load_model
 from outrider.errors import ConfigError, ModelError
 from outrider.files import replacing_folder
-from outrider.training.adapters import coverage, merge_adapters
+from outrider.training.adapters import choose_trained, coverage, merge_adapters
 from outrider.training.policy import Policy
 from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings
 from tests.tiny import tiny_model
@@ -125,6 +125,22 @@ def test_the_shorthand_is_a_name_or_a_list_of_it_alone() -> None:
     for wrong in (["all-linear", "lm_head"], [], [""], ""):
         with pytest.raises(ValueError, match="target_modules"):
             LoraSettings.model_validate({"target_modules": wrong})
+
+
+def test_all_linear_layers_of_falcon_have_adapters_that_merge() -> None:
+    """Its layers are a class of its own with a product and a sum."""
+    config = FalconConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+    model = FalconForCausalLM(config).eval()
+    choose_trained(model, lora=LoraSettings(rank=2, target_modules=("all-linear",)), trained_layers=None)
+    adapters = [parameter for name, parameter in model.named_parameters() if ".lora_" in name]
+    assert len(adapters) == 2 * 2 * 4
+    with torch.no_grad():
+        for parameter in adapters:
+            parameter.normal_(std=0.2)
+        plain = FalconForCausalLM(config).eval()
+        plain.load_state_dict(merge_adapters(model), strict=False)
+        ids = torch.arange(8)[None]
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits)
 
 
 def test_coverage_is_reported_for_the_default_names_only() -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from outrider.cli import main
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.training import trainer
+from outrider.training.data import training_tasks
 from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
 from outrider.training.settings import RunSettings
 from outrider.viewer.records import TraceReader
@@ -146,6 +148,14 @@ def test_a_refused_resume_does_not_change_the_length(
     monkeypatch.setattr("outrider.training.resume.hash_tasks", lambda tasks: "of other data")
     assert train(ended, "train.num_steps=5") == 1
     assert "tasks are not those that this run began with" in capsys.readouterr().err
+    monkeypatch.undo()
+    # until 0.3.7, tasks of agent programs had no columns
+    monkeypatch.setattr(
+        "outrider.training.setup.training_tasks",
+        lambda *given: [replace(task, metadata={"level": 1}) for task in training_tasks(*given)],
+    )
+    assert train(ended, "train.num_steps=5") == 1
+    assert "whose tasks lack the further columns of the data" in capsys.readouterr().err
     assert whole_content(ended) == before
 
 

@@ -52,6 +52,7 @@ def test_a_second_press_in_an_update_ends_with_one_line(recipe: Path, tmp_path: 
         on.wait_for(STOPPING if progress == "rich" else TOLD)
         if progress == "rich":  # and it stays, once, under the stage
             on.wait_for_redraws(3)
+            on.wait_for(STOPPING)  # the last redraw may be incomplete
             last = on.screen.shown[-1]
             assert [STOPPING in line for line in on.screen.shown].count(True) == 1 and STOPPING in last
             assert not any("outrider: stopping" in line for line in on.screen.shown)

@@ -369,6 +369,20 @@ def test_faulted_and_pruned_rollouts_are_no_samples() -> None:
     assert sorted(rollouts) == [0, 2, 2, 2]
 
 
+def test_a_context_without_a_turn_is_no_sample_of_its_own() -> None:
+    """A limit may end a rollout after its conversation was rendered again."""
+    trace = tree_group(PATHS[:2])
+    node = other(trace, trace.nodes[-1], (50, START), restarts=True)
+    trace.leaves[1].node_id = node.node_id
+    mini_batches = make_mini_batches([trace], UpdateSettings(mini_batch_samples=1), seed=0, first_step=0)
+    assert len(mini_batches) == 4 and all(
+        any(node.trainable for node in path.nodes) for paths in mini_batches for path in paths
+    )
+    [whole] = make_mini_batches([trace], UpdateSettings(mini_batch_samples=4), seed=0, first_step=0)
+    [plain] = make_mini_batches([trace], UpdateSettings(), seed=0, first_step=0)
+    assert [path.nodes for path in whole] == [path.nodes for path in plain]
+
+
 CHAT: dict[str, Any] = {"environment": {"type": "house"}, "update": {"mini_batch_samples": 4}}
 DIVIDED: dict[str, Any] = CHAT | {"model": {"history_thinking": "strip"}}
 

@@ -258,6 +258,13 @@ def test_the_entropy_bonus_is_the_mean_over_all_policy_tokens_also_where_the_gro
     assert not without.gradients and "loss/entropy" not in metrics
 
 
+def test_a_mini_batch_of_replayed_rollouts_is_not_in_the_mean_entropy() -> None:
+    traces = traces_of(23)[:2]
+    traces[1].is_replayed = True
+    _, metrics = run(traces, {"entropy_bonus": 0.01}, chosen=UpdateSettings(num_mini_batches=2))
+    assert metrics["loss/entropy"] == pytest.approx(metrics["entropy/trainer_mean"], rel=1e-9)
+
+
 def test_a_large_entropy_bonus_is_named_at_the_start() -> None:
     for kind in (GrpoSettings, RapoSettings):
         large, small = (validate(kind, {"entropy_bonus": weight}) for weight in (0.02, 0.01))

@@ -21,8 +21,10 @@ import torch  # noqa: E402
 from outrider.cli import main  # noqa: E402
 from outrider.engines.base import FinishReason, Generation, Request  # noqa: E402
 from outrider.engines.local.engine import make_engine  # noqa: E402
-from outrider.environments.agent.server import Gateway  # noqa: E402
-from outrider.environments.agent.session import Session  # noqa: E402
+from outrider.environments.agent.server import (
+    Gateway,  # noqa: E402
+    Session,  # noqa: E402
+)
 from outrider.errors import EngineFault  # noqa: E402
 from outrider.runs import Run  # noqa: E402
 from outrider.training.export import (  # noqa: E402
@@ -254,7 +256,7 @@ def test_requests_of_clients_that_are_gone_are_skipped(
     server: PolicyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They also leave the queue to others."""
-    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 4)
+    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 4)
     engine, body = Blocked(server), {"messages": [QUESTION]}
     headers = {"content-type": "application/json"}
     with serving_session(replace(server, engine=engine)) as (_, session, client):  # type: ignore[arg-type]
@@ -277,7 +279,7 @@ def test_a_full_queue_and_the_end_of_the_server_are_no_mistakes_of_clients(
     server: PolicyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients retry after the status 429 and 503."""
-    monkeypatch.setattr("outrider.environments.agent.session.MAX_WAITING", 1)
+    monkeypatch.setattr("outrider.environments.agent.server.MAX_WAITING", 1)
     engine, body, responses = Blocked(server), {"messages": [QUESTION]}, []
     with serving_session(replace(server, engine=engine)) as (gateway, session, client):  # type: ignore[arg-type]
         waiting = threading.Thread(

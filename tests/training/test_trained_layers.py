@@ -11,9 +11,10 @@ from outrider.config import validate
 from outrider.engines.local.attention import Segment, TreePlan
 from outrider.errors import ConfigError, ModelError
 from outrider.tokens import ChatRenderer
+from outrider.training.adapters import choose_trained
 from outrider.training.checkpoint import load_checkpoint, save_checkpoint
 from outrider.training.policy import Policy
-from outrider.training.settings import OptimizerSettings, RunSettings
+from outrider.training.settings import LoraSettings, OptimizerSettings, RunSettings
 from outrider.training.setup import note_unlearnable_tokens
 from tests.tiny import tiny_model
 
@@ -104,3 +105,19 @@ def test_tokens_that_a_frozen_projection_cannot_tell_apart_are_reported() -> Non
     notes.clear()
     note_unlearnable_tokens(model, ChatRenderer(model.tokenizer), note=notes.append)
     assert not notes  # without calls, nothing needs the token
+    choose_trained(model.model, lora=LoraSettings(target_modules=("lm_head",)), trained_layers=None)
+    note_unlearnable_tokens(model, renderer, note=notes.append)
+    assert not notes  # an adapter trains the projection
+
+
+def test_thinking_markers_that_the_template_writes_are_reported() -> None:
+    model = tiny_model()
+    model.tokenizer.add_tokens(["<think>", "</think>", "<unused94>"])  # added tokens, not special ones
+    first, *_, last = model.tokenizer.convert_tokens_to_ids(["<think>", "</think>", "<unused94>"])
+    model.model.resize_token_embeddings(last + 1, mean_resizing=False)
+    with torch.no_grad():
+        model.head.weight[first:] = 1
+    model.tokenizer.chat_template += "{# <think> and </think> #}"
+    notes: list[str] = []
+    note_unlearnable_tokens(model, ChatRenderer(model.tokenizer), note=notes.append)
+    assert [note.split("'")[1] for note in notes] == ["<think>", "</think>"]

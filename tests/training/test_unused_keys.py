@@ -32,6 +32,7 @@ def lines(*overrides: str, environment: str = '{type="house"}', algorithm: str =
 
 
 HOUSE = '{type="house"}'
+DISTILL = "algorithm.distill."
 CASES: Sequence[tuple[str, str, tuple[str, ...], str]] = (
     ("grpo", HOUSE, ("cold_start.batch_size=2",), "cold_start.num_examples is 0"),
     ("grpo", HOUSE, ("buffer.min_reward=0.5",), "nothing is retrieved"),
@@ -43,6 +44,12 @@ CASES: Sequence[tuple[str, str, tuple[str, ...], str]] = (
     ("grpo", HOUSE, ("algorithm.loss.clip_high=0.3",), "with one optimizer step"),
     ("grpo", HOUSE, ("algorithm.distill.help=feedback", "algorithm.distill.gate_beta=2"), "gate is none"),
     ("luffy", HOUSE, ("algorithm.loss.clip_high=0.3", "algorithm.clip_own=false"), "with one optimizer step"),
+    ("grpo", HOUSE, ("algorithm.loss.clip_high=0.3", "algorithm.preset=gspo"), "with one optimizer step"),
+    ("gigpo", HOUSE, ("algorithm.similarity=0.9", "algorithm.step_weight=0"), "step_weight is 0"),
+    ("rollout_replay", HOUSE, ("algorithm.buffer_size=9", "train.tasks_per_step=1"), "no step replays"),
+    ("rollout_replay", HOUSE, ("algorithm.buffer_size=9", "train.num_steps=1"), "no step replays"),
+    ("grpo", HOUSE, (f"{DISTILL}exclude_own_group=false", f"{DISTILL}help=feedback"), "no teacher"),
+    ("empo2", HOUSE, (f"{DISTILL}max_help_tokens=9", f"{DISTILL}plays=helped"), "rollouts are"),
     ("rapo", HOUSE, ("algorithm.retrieval.noise=0.5", "algorithm.num_hybrid=0"), "nothing is retrieved"),
     ("rapo", HOUSE, ("algorithm.timing=none", "algorithm.advantage_weight=0"), "advantage_weight is 0"),
     ("arpo", HOUSE, ("algorithm.threshold=0.3",), "decision is not threshold"),
@@ -79,6 +86,9 @@ def test_a_key_without_effect_is_named(
         ("rapo", ("algorithm.retrieval.noise=0.5", "buffer.min_reward=0.5", "algorithm.loss.dual_clip=3")),
         ("arpo", ("algorithm.threshold=0.3", "algorithm.decision=threshold")),
         ("empo2", ("algorithm.novelty_threshold=0.7", "algorithm.min_probability=0.5")),
+        ("empo2", ("algorithm.distill.exclude_own_group=false", "algorithm.distill.max_help_tokens=9")),
+        ("gigpo", ("algorithm.similarity=0.9",)),
+        ("rollout_replay", ("algorithm.buffer_size=9", "train.tasks_per_step=2")),
     ],
     ids=str,
 )

@@ -25,7 +25,7 @@ from outrider.algorithms.tips import (
     TipHook,
     action_text,
     answered_turns,
-    render_tip_texts,
+    render_tips,
     tip_mode,
 )
 from outrider.errors import DataError
@@ -420,7 +420,7 @@ class HelpHook(Hook):
     def _render(self, parts: Sequence[_Part]) -> str:
         """Return the text that is inserted. Tips alone look as in rollouts that see them."""
         if self.settings.help == ("tips",):
-            return render_tip_texts(parts[0].lines)
+            return render_tips(parts[0].lines)
         blocks = [
             "\n".join([HEADING, *(f"- {line}" for line in part.lines)])
             if part.source == "tips"

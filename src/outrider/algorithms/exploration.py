@@ -237,6 +237,9 @@ class ExplorationSettings(TurnScoreSettings):
         return None if tips is None else tips.memory
 
 
+_Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"]
+
+
 class RetrievalSection(RetrievalSettings, RetrievalAdvantageSettings):
     """When and what hybrid rollouts retrieve, and how retrieval changes their advantages (RAPO)."""
 
@@ -255,9 +258,7 @@ class CombinedSettings(OffPolicyObjective, ExplorationSettings):
     """
 
     type: Literal["combined"] = "combined"
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
-    ] = "token_mean"
+    aggregation: _Aggregation = "token_mean"
     retrieval: RetrievalSection | None = None
     branch: BranchSection | None = None
     tips: TipSettings | None = None
@@ -291,9 +292,7 @@ class RapoSettings(RetrievalAdvantageSettings, ExplorationSettings):
 
     type: Literal["rapo"] = "rapo"
     loss: LossSettings = ClipLoss(clip_low=0.28, clip_high=0.28)
-    aggregation: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
-    ] = "sequence_mean_token_mean"
+    aggregation: _Aggregation = "sequence_mean_token_mean"
     retrieval: RetrievalSettings = RetrievalSettings()
     branch: BranchSettings | None = None
 

@@ -23,8 +23,8 @@ class ImportanceStats:
     """Mismatch between sampler and trainer, over the unmasked tokens.
 
     ``mean`` and ``mean_square`` describe the truncated weights that are applied, so that they can be averaged
-    over parts of a batch. ``max`` and ``mean_abs_log`` describe the weights before truncation, which reveal
-    template or weight-sync faults.
+    over parts of a batch. ``max`` is the largest weight before truncation, which reveals template or
+    weight-sync faults.
     """
 
     num_tokens: int
@@ -32,12 +32,6 @@ class ImportanceStats:
     mean: float
     max: float
     mean_square: float
-    mean_abs_log: float
-
-    @property
-    def effective_sample_share(self) -> float:
-        """ESS / tokens, in (0, 1]; 0 if every weight is 0."""
-        return self.mean**2 / self.mean_square if self.mean_square else 0.0
 
 
 def require_tokens(**tensors: Tensor) -> None:
@@ -156,8 +150,8 @@ def correction_stats(
     """Compute the metrics of :func:`sampler_weights_per_token`.
 
     Mean and mean square are those of the applied weights. ``num_truncated`` counts the tokens that a bound
-    changed. ``max`` and ``mean_abs_log`` describe the token weights before truncation. Raises ValueError if
-    no token is left or a log-prob is not finite, because either indicates a fault.
+    changed. ``max`` is the largest token weight before truncation. Raises ValueError if no token is left or a
+    log-prob is not finite, because either indicates a fault.
     """
     is_counted = mask.bool()
     # float64, because ESS divides the square of a sum by a sum of squares over all tokens.
@@ -171,7 +165,6 @@ def correction_stats(
         mean=float(weights.mean()),
         max=float(difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp().max()),
         mean_square=float((weights**2).mean()),
-        mean_abs_log=float(difference.abs().mean()),
     )
 
 

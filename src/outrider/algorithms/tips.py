@@ -19,7 +19,7 @@ from outrider.config import Settings
 from outrider.environments.base import EpisodeResult
 from outrider.memory.embedders import Embedder
 from outrider.memory.novelty import DistillationSettings, NoveltyStore, RandomDistillation
-from outrider.memory.tips import Eviction, Key, Rank, Tip, TipHit, TipMemory
+from outrider.memory.tips import Eviction, Key, Rank, TipHit, TipMemory
 from outrider.plugins.registry import EmbedderName
 from outrider.rollout.hooks import EpisodeState, Hook, Splice, has_part
 from outrider.seeding import stream
@@ -238,9 +238,9 @@ class TipHook(Hook):
 
     def _within(self, hits: list[TipHit], budget: int) -> tuple[list[TipHit], str]:
         """Return the tips that fit into ``budget`` tokens, and their text; the oldest are dropped first."""
-        fitting = [hit for hit in hits if self._count_tokens(render_tips([hit.tip])) <= budget]
+        fitting = [hit for hit in hits if self._count_tokens(render_tips([hit.tip.text])) <= budget]
         while fitting:
-            text = render_tips([hit.tip for hit in fitting])
+            text = render_tips([hit.tip.text for hit in fitting])
             if self._count_tokens(text) <= budget:
                 return fitting, text
             fitting.remove(min(fitting, key=lambda hit: hit.tip.tip_id))
@@ -373,12 +373,7 @@ def last_words(state: EpisodeState) -> str:
     return f"{last.text}\n\n" if last and last.done and last.text else ""
 
 
-def render_tips(tips: Sequence[Tip]) -> str:
-    """Format tips as the block that is inserted before a turn."""
-    return render_tip_texts([tip.text for tip in tips])
-
-
-def render_tip_texts(texts: Sequence[str]) -> str:
+def render_tips(texts: Sequence[str]) -> str:
     """Format the texts of tips as the block that is inserted before a turn."""
     return "\n\n<tip>\n" + "\n".join([HEADING, *(f"- {text}" for text in texts)]) + "\n</tip>"
 

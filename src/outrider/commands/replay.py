@@ -17,7 +17,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
         "outrider replay runs/demo --step 3",
     )
     parser.add_argument("run", type=Path, help="run directory")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 0")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 1")
     parser.set_defaults(command=_replay)
 
 
@@ -55,8 +55,6 @@ def add_compare(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directories, usually several seeds of each method",
     )
-    parser.add_argument("--by-task", action="store_true", help=argparse.SUPPRESS)  # until 0.4
-    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)  # of --by-task
     parser.add_argument(
         "--markdown", type=Path, metavar="FILE", help="also write tables, verdicts and notes as Markdown"
     )
@@ -96,6 +94,4 @@ def _compare(parsed: argparse.Namespace) -> int:
     from outrider.evaluation.compare_report import compare_runs
     from outrider.printing import Terminal
 
-    if parsed.by_task or parsed.depth is not None:
-        raise ConfigError("--by-task has moved: run python -m benchmarks.compare_by_task in the repository")
     return compare_runs(parsed.runs, markdown=parsed.markdown, html=parsed.html, console=Terminal())

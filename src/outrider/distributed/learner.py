@@ -35,11 +35,11 @@ from outrider.distributed.fsdp import (
 from outrider.distributed.processes import AGAIN, PROGRESS, Cluster, Process
 from outrider.distributed.weights import EngineClient, Sender, Source, pieces
 from outrider.engines.local.model import LanguageModel, load_model, resolve_model, resolve_precision
-from outrider.errors import CheckpointError, ClusterFault, ConfigError, ProcessLost
+from outrider.errors import ClusterFault, ConfigError, ProcessLost
 from outrider.files import file_checksum, replacing_by_name
 from outrider.trace import Trace
 from outrider.training.adapters import choose_trained
-from outrider.training.checkpoint import require_intact
+from outrider.training.checkpoint import require_intact, require_reference
 from outrider.training.cold_start import cold_start
 from outrider.training.learner import OnStep
 from outrider.training.packing import RolloutPath
@@ -473,14 +473,7 @@ class ShardedLearner:
         return file_checksum(path)
 
     def load_reference(self, path: Path, *, checksum: int | None) -> None:
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} is missing: it has the reference weights of the KL term; restore it"
-            )
-        if checksum is not None and file_checksum(path) != checksum:
-            raise CheckpointError(
-                f"reference weights {path} are damaged: the contents are not what was written"
-            )
+        require_reference(path, checksum=checksum)
         self._group.call("load_reference", str(path.parent))
 
     def export(self, folder: Path) -> None:

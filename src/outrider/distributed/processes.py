@@ -440,13 +440,11 @@ class _Watch:
 
 
 class Cluster:
-    """The processes of a run on this machine. Its subclass for Ray places them on several.
+    """The processes of a run on this machine. Its subclass for Ray places them on several."""
 
-    ``note`` gets lines for the log.
-    """
-
-    def __init__(self, settings: ClusterSettings, *, note: Callable[[str], None] = lambda line: None) -> None:
-        self.settings, self.note = settings, note
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.settings = settings
+        self.note: Callable[[str], None] = lambda line: None  # gets lines for the log
         self._key = secrets.token_bytes(32)
         self._watches: dict[str, _Watch] = {}
         self._gpus: dict[Place, list[str]] = {}

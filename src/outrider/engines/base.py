@@ -2,7 +2,6 @@
 names of models: a packaged one, a folder, or a Hugging Face id. This module imports no torch.
 """
 
-import hashlib
 import importlib.util
 import os
 import re
@@ -17,6 +16,7 @@ from pydantic import Field
 
 from outrider.config import Settings
 from outrider.errors import ModelError
+from outrider.files import file_sha256
 from outrider.suggestions import did_you_mean
 from outrider.tokens import Tokenizer
 
@@ -218,9 +218,7 @@ class PackagedModel:
         """Return the file; pieces are joined in ``folder``. Raises ModelError if a digest differs."""
         pieces = self.pieces
         for piece, expected in zip(pieces, self.sha256, strict=bool(self.sha256)):
-            with piece.open("rb") as stream:
-                actual = hashlib.file_digest(stream, "sha256").hexdigest()
-            if actual != expected:
+            if (actual := file_sha256(piece)) != expected:
                 raise ModelError(
                     f"{piece} is damaged or from another release: its SHA-256 is {actual}, not {expected}; "
                     f"reinstall it: pip install --force-reinstall {self.install}"

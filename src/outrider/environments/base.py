@@ -312,6 +312,18 @@ def as_messages(value: object, name: str) -> tuple[Message, ...]:
     return _as_tuple(value, Message, name, "Message", "Message")
 
 
+def _require_open(messages: Sequence[Message], name: str) -> None:
+    """Raise InvalidResult for a last message of the assistant, which a template would close before the
+    policy's turn.
+    """
+    chat = [message for message in messages if message.role != "inline"]
+    if chat and chat[-1].role == "assistant":
+        raise InvalidResult(
+            f"{name} ends with an assistant message, but the policy writes the next one: to begin its turn, "
+            "return the beginning with the role inline, after a user message"
+        )
+
+
 def _as_tuple(value: object, kind: type[_T], name: str, item: str, items: str) -> tuple[_T, ...]:
     if isinstance(value, kind | str | Mapping) or not isinstance(value, Iterable):
         raise InvalidResult(f"{name} is {describe(value)}, no sequence of {items}")
@@ -572,6 +584,7 @@ class Episode:
         self.prompt = as_messages(self.environment.reset(seed), "what reset returned")
         if not self.prompt:
             raise InvalidResult("reset returned no message: the policy would have no prompt")
+        _require_open(self.prompt, "what reset returned")
         return self.prompt
 
     def read(self, text: str) -> Message:
@@ -622,6 +635,8 @@ class Episode:
         self.ends_with_answer = self.call_format is not None and not self.is_external and not has_calls
         start = time.perf_counter()
         result = _converted(self.environment.step(_copy_arguments(turn)), "step")
+        if not result.done and not self.is_external:
+            _require_open(result.observations, "what step returned")
         if not result.tool_calls and not self.is_external:
             seconds = round(time.perf_counter() - start, 3)
             result = replace(result, tool_calls=_implied_calls(turn, result, seconds))

@@ -38,7 +38,7 @@ from outrider.evaluation.grading import Scorer, find_variant
 from outrider.evaluation.report import summarise_samples, task_set_scores
 from outrider.evaluation.results import RESULTS, SETTINGS, SUMMARY, read_results, write_results
 from outrider.evaluation.statistics import Sample, iqm_estimate
-from outrider.files import json_value, read_toml, replacing_folder, whole_lines
+from outrider.files import file_sha256, json_value, read_toml, replacing_folder, whole_lines
 from outrider.plugins.registry import is_import_path
 from outrider.printing import plural, score
 from outrider.protocols import run_difference
@@ -160,12 +160,6 @@ def checksum_line(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_bytes(path: Path) -> bytes:
     """Read a file that is parsed as a whole. Raises PackError if it is larger than :data:`MAX_TEXT`."""
     if path.stat().st_size > MAX_TEXT:
@@ -214,12 +208,8 @@ def first_difference(written: Any, computed: Any, path: str = "") -> str | None:
         ]
     else:
         same = written == computed and isinstance(written, bool) == isinstance(computed, bool)
-        first, second = finite(written), finite(computed)
-        is_close = (
-            first is not None
-            and second is not None
-            and math.isclose(first, second, rel_tol=_CLOSE, abs_tol=_CLOSE)
-        )
+        numbers = [number for number in map(finite, (written, computed)) if number is not None]
+        is_close = len(numbers) == 2 and math.isclose(*numbers, rel_tol=_CLOSE, abs_tol=_CLOSE)
         return None if same or is_close else f"{path} is {written!r}, and the results give {computed!r}"
     differences = (first_difference(a, b, subpath) for subpath, a, b in pairs)
     return next((difference for difference in differences if difference is not None), None)

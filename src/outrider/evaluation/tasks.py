@@ -38,7 +38,7 @@ from outrider.environments.tool_qa.rewards import JudgeSettings
 from outrider.errors import ConfigError, DataError
 from outrider.evaluation.grading import Kind, Scorer, find_variant, number_after_mark
 from outrider.evaluation.results import SETTINGS
-from outrider.files import read_toml, replace_file
+from outrider.files import file_sha256, read_toml, replace_file
 from outrider.plugins.imports import add_search_folder
 from outrider.plugins.listing import plugin_digests, write_origins
 from outrider.plugins.registry import is_import_path, is_known, known_names
@@ -736,7 +736,4 @@ def _hash_files(value: Any) -> Any:
         return [_hash_files(item) for item in value]
     if not isinstance(value, Path):
         return value
-    if not value.is_file():
-        return None  # the folder of a cache
-    with value.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(value) if value.is_file() else None  # the folder of a cache

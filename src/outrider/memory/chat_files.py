@@ -88,7 +88,7 @@ def read_chat(record: Mapping[str, Any]) -> Chat:
     prompt, items = _items(record, dropped)
     for item in prompt:
         reader.add(item)
-    num_given = len(reader.messages)
+    num_given = reader.num_given = len(reader.messages)
     for item in items:
         reader.add(item)
     messages = _numbered(reader.messages)
@@ -184,7 +184,7 @@ def _items(record: Mapping[str, Any], dropped: Counter[str]) -> tuple[list[Any],
 def _listed(value: Any, key: str) -> list[Any]:
     items = _decoded(value)
     if not isinstance(items, list):
-        raise ValueError(f"{key!r} must be a list")
+        raise ValueError(f"{key!r} must be a list{' as JSON text' if isinstance(value, str) else ''}")
     return items
 
 
@@ -242,10 +242,10 @@ def _question(record: Mapping[str, Any], messages: Sequence[Message], num_given:
 
 
 _OTHER_NAMES: Final[Mapping[str, Sequence[str]]] = {
-    "messages": ("trajectory", "dialog", "dialogue", "turns", "history", "transcript"),
+    "messages": ("trajectory", "traj", "dialog", "dialogue", "turns", "history", "transcript"),
     "completion": ("response", "answer", "generation", "output"),
     "question": ("instruction", "input", "task", "user"),
-    "reward": ("score", "return", "success", "correct", "label", "is_correct", "value"),
+    "reward": ("score", "return", "success", "correct", "label", "is_correct", "resolved", "value"),
 }
 """Names in other data sets of the columns that a record may lack."""
 
@@ -279,7 +279,7 @@ class _Reader:
         self.messages: list[Message] = []
         self._dropped = dropped
         self._number = 0
-        self._joins = False  # the last message consists of Responses items, to which more may be added
+        self.num_given = 0  # messages that are complete
 
     def add(self, item: Any) -> None:
         """Add one message, or one item of Responses."""
@@ -304,11 +304,16 @@ class _Reader:
         self._count_dropped(item, role, location)
         content = item["content"] if item.get("content") is not None else item.get("value")
         if role == "assistant":
+            if item.get("channel") == "analysis" or item.get("recipient") not in (None, "", "all"):
+                raise ValueError(
+                    f"{location} is thinking or a call in OpenAI's Harmony format, which Outrider does not "
+                    "read: convert both to 'reasoning' and 'tool_calls' of one message"
+                )
             is_call = str(role_name).strip().lower() in _CALLERS
             turn = self._assistant(item, content, is_call=is_call, location=location)
-            self._append_turn(turn, joins=item.get("type") == "message")
+            # ms-swift writes calls behind the text of their turn, each with a role of its own.
+            self._append_turn(turn, joins=is_call or item.get("type") == "message")
             return
-        self._joins = False
         if role == "tool":
             if (
                 isinstance(content, list)
@@ -342,10 +347,8 @@ class _Reader:
                 call = _call(item, location)
                 self._append_turn(Message(role="assistant", content="", tool_calls=(call,)), joins=True)
                 if kind == "mcp_call" and item.get("output") is not None:
-                    self._joins = False
                     self.messages.append(self._tool_message(item, item["output"], location))
             case "function_call_output" | "custom_tool_call_output":
-                self._joins = False
                 self.messages.append(self._tool_message(item, item.get("output"), location))
             case _:
                 raise ValueError(
@@ -417,9 +420,8 @@ class _Reader:
         return thinking
 
     def _append_turn(self, turn: Message, *, joins: bool) -> None:
-        """Append a turn. Responses have separate items for its thinking, text and calls, which are joined."""
-        last = self.messages[-1] if joins and self._joins else None
-        self._joins = joins
+        """Append a turn, or join its thinking, text and calls, which may be separate items."""
+        last = self.messages[-1] if joins and len(self.messages) > self.num_given else None
         if last is None or last.role != "assistant" or _begins(turn, last):
             self.messages.append(turn)
             return
@@ -572,7 +574,8 @@ def _calls(value: Any, location: str) -> tuple[ToolCall, ...]:
         calls = [calls]
     if not calls:
         return ()
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+    calls = [*map(_decoded, calls)] if isinstance(calls, list) else []  # verifiers saves each as JSON text
+    if not calls or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{location}: 'tool_calls' must be a list of function calls")
     return tuple(_call(call, location) for call in calls)
 

@@ -86,7 +86,10 @@ def split_thinking(text: str, form: "CallFormat | None" = None) -> tuple[str, st
 def _is_in_call(text: str, form: "CallFormat | None") -> bool:
     """Whether a call is open at the end of the text. A call that is closed may be an example in a thought."""
     ends = [match.end() for match in _CALL_END.finditer(text)]
-    text = text[ends[-1] :] if ends else text
+    return _has_call(text[ends[-1] :] if ends else text, form)
+
+
+def _has_call(text: str, form: "CallFormat | None") -> bool:
     if _CALL.search(text) or form is None:
         return _CALL.search(text) is not None
     own_markers = [marker for marker in form.markers if not _CALL_END.fullmatch(marker)]
@@ -436,11 +439,13 @@ class CallFormat(Protocol):
 
 
 def read_calls(text: str, form: CallFormat, tools: Sequence[ToolSchema]) -> ParsedCalls:
-    """Read the calls in the text of a turn, except those in thoughts at its start (``<reasoning>``), which
-    stay in the content.
+    """Read the calls in the text of a turn, except those in thoughts before the first call
+    (``<reasoning>``), which stay in the content. If the thoughts are not closed, that is the problem.
     """
     parsed = form.read(text, tools)
-    end = _end_of_thoughts(text) if parsed.calls or parsed.problems else 0
+    end = _end_of_thoughts(text, form) if parsed.calls or parsed.problems else 0
+    if end is None:
+        return ParsedCalls(content=text, problems=(_UNCLOSED_BLOCK,))
     if not end:
         return parsed
     parsed = form.read(text[end:], tools)
@@ -629,9 +634,9 @@ def without_thoughts(text: str) -> str:
     return result if result.strip() else fallback or result
 
 
-def _end_of_thoughts(text: str) -> int:
-    """The end of the closed blocks of thinking, of any marker, with which a text begins, and of the blanks
-    after them.
+def _end_of_thoughts(text: str, form: CallFormat) -> int | None:
+    """The end of the closed blocks of thinking, of any marker, in front of the first call, and of the blanks
+    after them. None if a block is not closed.
     """
     end = 0
     opened: str | None = None
@@ -640,10 +645,12 @@ def _end_of_thoughts(text: str) -> int:
         if opened is not None:
             if is_closing and kind == opened:
                 opened, end = None, match.end()
-        elif is_closing or text[end : match.start()].strip():
+        elif is_closing or _has_call(text[end : match.start()], form):
             break
         else:
             opened = kind
+    if opened is not None:
+        return None
     return end + len(text[end:]) - len(text[end:].lstrip()) if end else 0
 
 

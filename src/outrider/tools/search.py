@@ -53,23 +53,26 @@ EMPTY_QUERY = "The search query is empty."
 NO_HITS = "No search results."
 _CUT_MARK = "..."
 # Part of the cache key: increase it if terms() or the BM25 parameters change.
-_INDEX_FORMAT = 3
+_INDEX_FORMAT = 4
 # Thai, Lao, Tibetan, Burmese, Hangul, Khmer, Tai scripts, Balinese, Japanese, Chinese, Yi, Javanese.
 _BLOCKS = (
     "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f"
     "\u3005-\u3007\u303b\u3040-\u318f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\ua000-\ua4cf\ua960-\ua9df"
     "\ua9e0-\ua9ff\uaa60-\uaadf\uac00-\ud7ff\uf900-\ufaff\U0001b000-\U0001b16f\U00020000-\U0003ffff"
 )
-# Vowel signs of Indic scripts: marks that are no accents, and no variation selectors. They are not in \w.
+# Vowel signs of Thaana and Indic scripts: marks that are no accents, and no variation selectors. They are not
+# in \w.
 _SIGNS = "".join(
     c
-    for c in map(chr, range(0x0900, 0x20000))
+    for c in map(chr, range(0x0780, 0x20000))
     if unicodedata.category(c) in ("Mn", "Mc")
     and not unicodedata.combining(c)
     and not "\ufe00" <= c <= "\ufe0f"
 )
 # The lookahead skips the large set, which is slow, after words of other scripts.
-_WORD = re.compile(rf"[^\W_]+(?:(?=[^\0-\u08ff])[{_SIGNS}]+[^\W_]*)*")
+_WORD = re.compile(rf"[^\W_]+(?:(?=[^\0-\u077f])[{_SIGNS}]+[^\W_]*)*")
+# Invisible inside words (UAX #29, WB4). The non-joiner of Persian separates parts like a blank.
+_INVISIBLE = re.compile("[\u00ad\u200d\u2060\ufeff]|(?<=[\u0900-\u0dff])\u200c")
 _UNSPACED = re.compile(f"[{_BLOCKS}][{_BLOCKS}\u200b-\u200d\u2060\ufeff\u00ad]*")
 
 
@@ -227,7 +230,7 @@ def _terms(text: str, split_run: Callable[[list[str]], list[str]]) -> list[str]:
 
 
 def _words(text: str) -> list[str]:
-    folded = unicodedata.normalize("NFKD", text).casefold()
+    folded = _INVISIBLE.sub("", unicodedata.normalize("NFKD", text).casefold())
     return _WORD.findall("".join(c for c in folded if not unicodedata.combining(c)))
 
 

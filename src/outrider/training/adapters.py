@@ -234,7 +234,10 @@ def _unfit(model: nn.Module) -> set[str]:
     return {
         name
         for name, module in _linear_layers(model)
-        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        if (
+            type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+            and type(module).__name__ != "FalconLinear"  # a product in two roundings
+        )
         or (has_kernels and _matches(name, "out_proj"))
     }
 

@@ -104,6 +104,16 @@ def save_reference(path: Path, reference: Scorer) -> int:
     return file_checksum(path)
 
 
+def require_reference(path: Path, *, checksum: int | None) -> None:
+    """Raise CheckpointError if the file of the reference weights is missing or not what was written."""
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing: it contains the reference weights of the KL term; put it back"
+        )
+    if checksum is not None and file_checksum(path) != checksum:
+        raise CheckpointError(f"reference weights {path} are damaged: the contents are not what was written")
+
+
 @torch.no_grad()
 def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> None:
     """Load the frozen reference weights. ``checksum`` is the value that :func:`save_reference` returned, or
@@ -112,13 +122,8 @@ def load_reference(path: Path, reference: Scorer, *, checksum: int | None) -> No
     Raises CheckpointError if they are missing, damaged or of another model.
     """
     try:
-        if checksum is not None and file_checksum(path) != checksum:
-            raise ValueError("the contents are not what was written")
+        require_reference(path, checksum=checksum)
         weights = load_file(path)
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path} is missing: it contains the reference weights of the KL term; put it back"
-        ) from error
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"reference weights {path} are damaged: {str(error).splitlines()[0]}"

@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import takewhile
@@ -26,7 +26,7 @@ from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
-from outrider.files import readable, whole_lines
+from outrider.files import file_sha256, readable, whole_lines
 from outrider.metrics.writer import MetricsWriter
 from outrider.plugins.listing import PREFIX, plugin_digests
 from outrider.printing import plural
@@ -111,8 +111,7 @@ def input_digests(parts: Components) -> dict[str, str]:
             digests["embedder of the tips"] = f"{hook.embedder.name}, {hook.embedder.dim} dimensions"
     for key, path in sorted(files.items()):
         if path.is_file():
-            with path.open("rb") as stream:
-                digests[key] = hashlib.file_digest(stream, "sha256").hexdigest()
+            digests[key] = file_sha256(path)
     return digests
 
 
@@ -581,6 +580,14 @@ class RunState:
                 )
         for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks.get(name):
+                if name == "train" and tasks_hash == hash_tasks(
+                    [replace(task, metadata={}) for task in self.parts.train_tasks]
+                ):
+                    raise CheckpointError(
+                        f"this run began with version {state['versions'].get('outrider')}, whose tasks lack "
+                        "the further columns of the data that they have now: resume it with that version, or "
+                        "begin a new run with model.initial_checkpoint"
+                    )
                 raise CheckpointError(
                     f"the {name} tasks are not those that this run began with: put the data back, "
                     "or begin a new run with model.initial_checkpoint"

@@ -17,8 +17,7 @@ from outrider.engines.base import Engine, FinishReason, Generation, Request
 from outrider.engines.local.engine import make_engine
 from outrider.environments.agent.requests import PolicyRequest, RequestError, read_request
 from outrider.environments.agent.responses import Answer, read_answer
-from outrider.environments.agent.server import Gateway
-from outrider.environments.agent.session import PendingRequest, ProgramFailure, Session
+from outrider.environments.agent.server import Gateway, PendingRequest, ProgramFailure, Session
 from outrider.environments.base import is_inline
 from outrider.environments.conversations import Conversation
 from outrider.errors import ConfigError, EngineFault

@@ -40,6 +40,7 @@ from outrider.printing import plural, shell_command
 from outrider.rollout.hooks import Hook, RolloutStatus, as_hooks
 from outrider.tokens import ChatRenderer, Tokenizer
 from outrider.tokens.template_check import check_template
+from outrider.tokens.tool_calls import find_thinking_tokens
 from outrider.training.adapters import coverage
 from outrider.training.checkpoint import (
     STATE,
@@ -496,17 +497,23 @@ def make_checked_renderer(
 def note_unlearnable_tokens(
     language_model: LanguageModel, renderer: ChatRenderer, *, note: Callable[[str], None]
 ) -> None:
-    """Report tokens of calls and ends of turns that a model with a frozen vocabulary projection cannot write.
+    """Report tokens of calls, of the template's thinking and of ends of turns that a model with a frozen
+    vocabulary projection cannot write.
 
     Tokens that pre-training never saw share one row of the projection, so no hidden state prefers one of them
     (``<tool_call>`` in Qwen2.5-Coder-0.5B, ``<|eot_id|>`` in base models of Llama 3).
     """
+    if any("lora_" in name for name, _ in language_model.head.named_parameters()):
+        return  # an adapter trains the projection
     weight = cast(Tensor, language_model.head.weight).detach()
-    ids = set(renderer.closing.token_ids)
+    added = renderer.tokenizer.added_tokens_decoder
+    template = str(getattr(renderer.tokenizer, "chat_template", ""))
+    markers = find_thinking_tokens({str(token) for token in added.values()})
+    ids = {token_id for token_id, token in added.items() if str(token) in markers and str(token) in template}
+    ids |= renderer.closing.token_ids
     if renderer.call_format is not None:
         call = ToolCall(name="a", arguments={}, call_id="call00000")
         ids |= set(renderer.template.encode(renderer.call_format.write([call])))
-    added = renderer.tokenizer.added_tokens_decoder
     for token_id in sorted(ids & set(added)):
         row = weight[token_id].float()
         near = 1e-3 * row.norm()
@@ -515,7 +522,8 @@ def note_unlearnable_tokens(
             note(
                 f"ALARM: the policy cannot learn to write {str(added[token_id])!r}: its row of the frozen "
                 f"vocabulary projection is equal to {plural(num_equal - 1, 'other')}; train all weights (no "
-                "model.lora, no model.trained_layers), or use another environment.protocol, for example tags"
+                "model.lora, no model.trained_layers), or use an environment.protocol (for example tags) and "
+                "model.template_kwargs without it"
             )
 
 

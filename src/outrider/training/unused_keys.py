@@ -123,7 +123,16 @@ def _clips(run: RunSettings) -> bool:
     several = update.num_epochs > 1 or update.num_mini_batches > 1 or update.mini_batch_samples is not None
     is_shaped = reward is not None and reward.ratio_weight > 0 and run.algorithm.retrieves
     is_late = run.cluster.max_staleness > 0
-    return several or is_shaped or is_late or _has_other_denominator(run) or run.algorithm.loss.type != "clip"
+    return several or is_shaped or is_late or _has_other_denominator(run)
+
+
+def _replays(run: RunSettings) -> bool:
+    """Whether a step has groups that an earlier step sampled. All algorithms but one have no such setting."""
+    share, num_groups = _option(run, "algorithm", "fresh_share", None), run.train.tasks_per_step
+    if share is None:
+        return True
+    is_late = run.train.num_steps > _option(run, "algorithm", "num_fresh_steps", 0)
+    return is_late and max(1, int(share * num_groups)) < num_groups
 
 
 def _forks(run: RunSettings) -> bool:
@@ -164,27 +173,15 @@ NEEDS: Final[Sequence[Need]] = (
         lambda run: run.algorithm.retrieves or run.cold_start.retrieve_share > 0,
         "nothing is retrieved",
     ),
-    Need(
-        r"update\.attention",
-        lambda run: run.model.forward != "unpacked",
-        "model.forward is unpacked",
-    ),
+    Need(r"update\.attention", lambda run: run.model.forward != "unpacked", "model.forward is unpacked"),
     # objective
-    Need(
-        r"algorithm\.kl_estimator",
-        lambda run: run.algorithm.kl_weight > 0,
-        "algorithm.kl_weight is 0",
-    ),
+    Need(r"algorithm\.kl_estimator", lambda run: run.algorithm.kl_weight > 0, "algorithm.kl_weight is 0"),
     Need(
         r"algorithm\.loss\.(clip_low|clip_high|dual_clip|keep_clipped_gradient)",
         _clips,
         "with one optimizer step per training step every ratio is 1 (update.num_mini_batches and num_epochs)",
     ),
-    Need(
-        r"algorithm\.loss\.clip_(low|high)",
-        _algorithm("clip_own", bool),
-        "algorithm.clip_own is false",
-    ),
+    Need(r"algorithm\.loss\.clip_(low|high)", _algorithm("clip_own", bool), "algorithm.clip_own is false"),
     Need(
         r"algorithm\.(shaping|statistics|demonstrations)",
         _algorithm("num_demonstrations", bool),
@@ -194,6 +191,17 @@ NEEDS: Final[Sequence[Need]] = (
         r"algorithm\.(estimate_rate|target|temperature)",
         _algorithm("selection", lambda value: value == "difficulty"),
         "algorithm.selection is not difficulty",
+    ),
+    Need(
+        r"algorithm\.(fresh_share|buffer_size|num_fresh_steps|weight_cap|max_age|replayed_rollouts"
+        "|replay_baseline|replay_rise_steps)",
+        _replays,
+        "no step replays a group (fresh_share of train.tasks_per_step, num_fresh_steps of train.num_steps)",
+    ),
+    Need(
+        r"algorithm\.(gamma|similarity|anchor)",
+        _algorithm("step_weight", bool),
+        "step_weight is 0, so they change metrics only",
     ),
     Need(r"algorithm\.num_expansions", _algorithm("num_rounds", bool), "algorithm.num_rounds is 0"),
     Need(
@@ -260,11 +268,7 @@ NEEDS: Final[Sequence[Need]] = (
         "entropy_weight is 0",
     ),
     # tips
-    Need(
-        rf"{_TIPS}rnd(\..+)?",
-        _part("tips", lambda part: part.novelty == "rnd"),
-        "novelty is not rnd",
-    ),
+    Need(rf"{_TIPS}rnd(\..+)?", _part("tips", lambda part: part.novelty == "rnd"), "novelty is not rnd"),
     Need(
         rf"{_TIPS}novelty_threshold",
         _part("tips", lambda part: part.novelty == "count"),
@@ -290,6 +294,19 @@ NEEDS: Final[Sequence[Need]] = (
         rf"{_DISTILL}teacher_rate",
         _algorithm("distill", lambda part: part.teacher == "ema"),
         "teacher is not ema",
+    ),
+    Need(
+        rf"{_DISTILL}exclude_own_group",
+        _algorithm("distill", lambda part: "tips" in part.help and part.plays != "helped"),
+        "no teacher reads tips that rollouts did not see",
+    ),
+    Need(
+        rf"{_DISTILL}max_help_tokens",
+        lambda run: (
+            run.algorithm.tip_memory is None
+            or _algorithm("distill", lambda part: part.plays != "helped")(run)
+        ),
+        "rollouts are sampled with tips, whose limits are those of memory",
     ),
     Need(rf"{_DISTILL}tail", _algorithm("distill", lambda part: part.support != "all"), "support is all"),
     Need(

@@ -66,7 +66,7 @@ from outrider.types import Origin
 
 
 class MetricAccumulator:
-    """Collects the measures of one update; :meth:`means` are its metrics."""
+    """The :class:`~outrider.algorithms.losses.Measures` of one update; :meth:`means` are its metrics."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -78,21 +78,17 @@ class MetricAccumulator:
         self._losses: dict[str, float] = {}  # of the optimiser step that is being computed
 
     def add(self, name: str, value: float, weight: float = 1.0) -> None:
-        """A weighted mean."""
         total = self._sums.setdefault(name, [0.0, 0.0])
         total[0] += value * weight
         total[1] += weight
 
     def add_sum(self, name: str, value: float) -> None:
-        """A total."""
         self._totals[name] = self._totals.get(name, 0.0) + value
 
     def add_max(self, name: str, value: float) -> None:
-        """A maximum."""
         self._maxima[name] = max(value, self._maxima.get(name, value))
 
     def add_min(self, name: str, value: float) -> None:
-        """A minimum."""
         self._minima[name] = min(value, self._minima.get(name, value))
 
     def add_loss(self, name: str, value: float) -> None:
@@ -290,20 +286,19 @@ def make_mini_batches(
 def shuffle_samples(
     paths: Sequence[RolloutPath], size: int, random: np.random.Generator
 ) -> list[list[RolloutPath]]:
-    """Mini-batches of ``size`` samples (contexts) in random order; the last one may be smaller.
+    """Mini-batches of ``size`` samples (:func:`split_samples`) in random order; the last one may be smaller.
 
     The samples of a rollout in a mini-batch are one path, numbered over the mini-batch: aggregations count
     them as one rollout. Within a mini-batch the order is that of ``paths``, so that packing finds shared
     prefixes.
     """
-    samples = [(index, number) for index, path in enumerate(paths)
-               for number in range(len(split_contexts(path.nodes)))]  # fmt: skip
+    samples = [(index, numbers) for index, path in enumerate(paths) for numbers in split_samples(path.nodes)]
     order = random.permutation(len(samples)).tolist()
     mini_batches: list[list[RolloutPath]] = []
     for start in range(0, len(samples), size):
         contexts: dict[int, list[int]] = {}
-        for index, number in sorted(samples[at] for at in order[start : start + size]):
-            contexts.setdefault(index, []).append(number)
+        for index, numbers in sorted(samples[at] for at in order[start : start + size]):
+            contexts.setdefault(index, []).extend(numbers)
         mini_batches.append([])
         for position, (index, numbers) in enumerate(contexts.items()):
             parts: dict[str, Any] = {}
@@ -313,6 +308,19 @@ def shuffle_samples(
                     parts[name] = [node for number in numbers for node in every[number]]
             mini_batches[-1].append(replace(paths[index], rollout_index=position, **parts))
     return mini_batches
+
+
+def split_samples(nodes: Sequence[Node]) -> list[list[int]]:
+    """Return the numbers of the contexts of each sample of a rollout: one, and a later one without a turn, in
+    which a limit ended the rollout.
+    """
+    samples: list[list[int]] = []
+    for number, context in enumerate(split_contexts(nodes)):
+        if samples and not any(node.receives_advantages for node in context):
+            samples[-1].append(number)
+        else:
+            samples.append([number])
+    return samples
 
 
 def split_mini_batches(traces: Sequence[Trace], num: int) -> list[list[RolloutPath]]:
@@ -427,7 +435,10 @@ class _Update:
         if trained and objective.positive_nll > 0:
             extra["loss/positive_nll"] = success_weights(every, batches, ranks)
         if trained and objective.entropy_bonus > 0:
-            extra["loss/entropy"] = mean_weights([~batch.is_off_policy_T for batch in batches], ranks)
+            masks = [~batch.is_off_policy_T for batch in batches]
+            entropy_weights = mean_weights(masks, ranks)  # on every rank
+            if any(bool(mask.any()) for mask in masks):  # not only replayed rollouts
+                extra["loss/entropy"] = entropy_weights
         if trained and objective.observation_nll > 0:
             masks = [torch.ones_like(batch.observed_M) for batch in batches]
             extra["loss/observation_nll"] = mean_weights(masks, ranks)

@@ -23,7 +23,6 @@ from typing import Any, Final
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from outrider.errors import DataError
 from outrider.files import is_locked, json_value, read_toml
@@ -366,13 +365,9 @@ def _state_at_step(run: Path, step: int) -> tuple[int | None, list[MemoryChange]
 
 
 def _insertions_at_step(run: Path, step: int) -> Iterator[dict[str, Any]]:
-    columns = ["step", "task_key", "trace_id", "rollout", "node_id", "origin", "metadata", "text"]
+    columns = ("step", "task_key", "trace_id", "rollout", "node_id", "origin", "metadata", "text")
     name = step_file(step)
-    try:
-        with (run / "traces" / name).open("rb") as stream:
-            table = pq.read_table(stream, columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{name} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    table = StepFiles(run / "traces").read_table(name, pa.schema(map(SCHEMA.field, columns)))
     for row in table.filter(pc.is_in(table["origin"], pa.array(["buffer", "memory"]))).to_pylist():
         metadata = json.loads(row.pop("metadata") or "{}")
         row["text"] = row["text"][:300]

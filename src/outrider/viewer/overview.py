@@ -14,16 +14,16 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from markupsafe import Markup
 
+from outrider.errors import DataError
 from outrider.printing import plural
 from outrider.rollout.evaluate import PairedGain, paired_gain
 from outrider.viewer.effects import effects
 from outrider.viewer.evaluations import evaluation_charts, format_evaluation, gain_of_main
 from outrider.viewer.findings import find_problems
 from outrider.viewer.ranges import OutOfRange, out_of_range
-from outrider.viewer.records import StepFiles, step_file
+from outrider.viewer.records import SCHEMA, StepFiles, step_file
 from outrider.viewer.report_parts import Chart, Point, Series, page_template, svg_chart
 from outrider.viewer.run_reader import Evaluation, RunData, finite, live_state, read_alarms, read_notes
 from outrider.viewer.summary import cluster_lines, cost_lines
@@ -466,11 +466,11 @@ def _recent(
 
 def _recent_nodes(run: Path, steps: Sequence[int], unread: list[int]) -> Iterator[dict[str, Any]]:
     """The nodes with insertions or tool calls. Steps whose file cannot be read are added to ``unread``."""
+    files, schema = StepFiles(run / "traces"), pa.schema(map(SCHEMA.field, ("metadata", "text")))
     for step in steps:
         try:
-            with (run / "traces" / step_file(step)).open("rb") as stream:
-                table = pq.read_table(stream, columns=["metadata", "text"])
-        except (OSError, pa.ArrowException):
+            table = files.read_table(step_file(step), schema)
+        except DataError:
             unread.append(step)
             continue
         yield from table.filter(

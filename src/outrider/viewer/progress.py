@@ -261,13 +261,7 @@ class Progress:
     """
 
     def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        unit: str = "",
+        self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1, unit: str = ""
     ) -> None:
         """Begin or continue a stage (set-up, buffer, cold start, evaluate, train) of ``total`` units, None if
         unknown.
@@ -308,13 +302,7 @@ class _StageProgress(Progress):
         self._unit = ""
 
     def stage(
-        self,
-        name: str,
-        total: int | None,
-        *,
-        done: int = 0,
-        num_parallel: int = 1,
-        unit: str = "",
+        self, name: str, total: int | None, *, done: int = 0, num_parallel: int = 1, unit: str = ""
     ) -> None:
         self._finish_stage()
         self._stage = self._clocks.begin(name, total, done=done, num_parallel=num_parallel)

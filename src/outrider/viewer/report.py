@@ -1,6 +1,6 @@
 """The HTML report of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -80,30 +80,27 @@ _NUM_NOTES: Final = 20
 _COUNTED_GROUPS: Final = ("rollout", "retrieval", "group", "ratio", "grad", "record", "sft")
 _TEMPLATE: Final = Path(__file__).with_name("report_template.html.j2")
 
-_CURVES: Final[tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...]] = (
-    ("Policy entropy", "train", (("per token", "entropy/token_mean"),)),
-    ("Response length", "train", (("all tokens after the prompt", "rollout/length_tokens_mean"),)),
-    ("Retrieval rate", "train", (("inserted / possible", "retrieval/rate"),)),
-    ("Retrieval reward Z", "train", (("Z", "retrieval/z_mean"),)),
-    ("Retrieval quality g", "train", (("g", "retrieval/g_mean"),)),
-    (
-        "Entropy around a retrieval",
-        "train",
-        (("before", "retrieval/entropy_before_mean"), ("after", "retrieval/entropy_after_mean")),
-    ),
-    ("Similarity of the retrieved key", "train", (("cosine", "retrieval/similarity_mean"),)),
-    (
-        "Tool calls",
-        "train",
-        (("executed", "rollout/num_tool_calls"), ("saved by retrieval", "rollout/num_tool_calls_saved")),
-    ),
-    ("Mean trainer-engine log-prob gap", "train", (("mean", "gap/logprob_mean"),)),
-    ("Largest trainer-engine log-prob gap", "train", (("largest", "gap/logprob_max"),)),
-    ("Gradient norm", "train", (("before clipping", "grad/norm"),)),
-    ("Rollout speed", "train", (("policy tokens sampled", "speed/rollout_tokens"),)),
-    ("Update speed", "train", (("tokens trained", "speed/update_tokens"),)),
-    ("Groups without signal", "train", (("share of groups", "group/fraction_without_signal"),)),
-)
+_CURVES: Final[Mapping[str, Mapping[str, str]]] = {
+    "Policy entropy": {"per token": "entropy/token_mean"},
+    "Response length": {"all tokens after the prompt": "rollout/length_tokens_mean"},
+    "Retrieval rate": {"inserted / possible": "retrieval/rate"},
+    "Retrieval reward Z": {"Z": "retrieval/z_mean"},
+    "Retrieval quality g": {"g": "retrieval/g_mean"},
+    "Entropy around a retrieval": {
+        "before": "retrieval/entropy_before_mean", "after": "retrieval/entropy_after_mean",
+    },
+    "Similarity of the retrieved key": {"cosine": "retrieval/similarity_mean"},
+    "Tool calls": {
+        "executed": "rollout/num_tool_calls", "saved by retrieval": "rollout/num_tool_calls_saved",
+    },
+    "Mean trainer-engine log-prob gap": {"mean": "gap/logprob_mean"},
+    "Largest trainer-engine log-prob gap": {"largest": "gap/logprob_max"},
+    "Gradient norm": {"before clipping": "grad/norm"},
+    "Rollout speed": {"policy tokens sampled": "speed/rollout_tokens"},
+    "Update speed": {"tokens trained": "speed/update_tokens"},
+    "Groups without signal": {"share of groups": "group/fraction_without_signal"},
+}  # fmt: skip
+"""Metrics of the training by the title of their chart and the label of their line."""
 
 
 def write_report(run_dir: Path, protocol: str | None = None) -> Path:
@@ -176,22 +173,23 @@ def _figures(run: RunData) -> tuple[list[tuple[Markup, str]], list[str]]:
     """Charts with their captions, and the titles of charts without values."""
     figures: list[tuple[Markup, str]] = []
     missing: list[str] = []
-    for title, kind, lines in _CURVES:
-        metric = declared_metric(lines[0][1])
+    for title, lines in _CURVES.items():
+        metrics = [declared_metric(name) for name in lines.values()]
+        curves = {label: run.curve("train", name) for label, name in lines.items()}
         series = [
-            Series(
-                label=label, points=tuple(Point(x=step, value=value) for step, value in run.curve(kind, name))
-            )
-            for label, name in lines
+            Series(label=label, points=tuple(Point(x=step, value=value) for step, value in curve))
+            for label, curve in curves.items()
         ]
         plotted = tuple(line for line in series if line.values)
         if not plotted:
             missing.append(title)
             continue
-        unit = "share, 0 to 1" if metric.unit == "1" and "share" in metric.meaning else metric.unit
-        chart = Chart(title=title, x_label="step", y_label=unit if unit != "1" else "no unit", series=plotted)
-        caption = "; ".join(f"{name}: {declared_metric(name).meaning}" for _, name in lines)
-        figures.append((svg_chart(chart), f"{caption}. Healthy: {metric.healthy_range}."))
+        unit = metrics[0].unit
+        if unit == "1":
+            unit = "share, 0 to 1" if "share" in metrics[0].meaning else "no unit"
+        chart = Chart(title=title, x_label="step", y_label=unit, series=plotted)
+        caption = "; ".join(f"{metric.name}: {metric.meaning}" for metric in metrics)
+        figures.append((svg_chart(chart), f"{caption}. Healthy: {metrics[0].healthy_range}."))
     return figures, missing
 
 

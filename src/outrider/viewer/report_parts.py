@@ -400,10 +400,8 @@ def pick_samples(directory: Path, notes: list[str]) -> tuple[Sample, ...]:
 
     Of each step the best and the worst rollout of every kind come first, so that they can be compared.
     """
-    ranked_steps: list[list[Sample]] = []
-    for rows in _readable_steps(TraceReader(directory), notes):
-        ranked_steps.append(_ranked(samples_from_rows(rows, notes)))
-    rounds = chain.from_iterable(zip_longest(*ranked_steps))
+    steps = _readable_steps(TraceReader(directory), notes)
+    rounds = chain.from_iterable(zip_longest(*(_ranked(samples_from_rows(rows, notes)) for rows in steps)))
     chosen = [sample for sample in rounds if sample is not None][:NUM_SAMPLES]
     if not chosen:
         notes.append("traces: no finished rollout to show")
@@ -450,11 +448,8 @@ def _ranked(samples: list[Sample]) -> list[Sample]:
         [sample for sample in scored if sample.kind == kind]
         for kind in ("hybrid", "on-policy", "guided", "demonstration")
     ]
-    first = [
-        *(sample for own in kinds for sample in own[:1]),
-        *(sample for own in kinds for sample in own[-1:]),
-    ]
-    ordered = {id(sample): sample for sample in [*first, *scored, *samples]}
+    best, worst = ([sample for own in kinds for sample in own[part]] for part in (slice(1), slice(-1, None)))
+    ordered = {id(sample): sample for sample in [*best, *worst, *scored, *samples]}
     return list(ordered.values())
 
 

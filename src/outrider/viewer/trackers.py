@@ -170,9 +170,8 @@ class WandbTracker(_BuiltinTracker):
         }  # fmt: skip
         tracking = context.tracking
         optional = {"entity": tracking.entity, "group": tracking.group, "tags": list(tracking.tags)}
-        options |= {
-            key: value for key, value in optional.items() if value
-        }  # W&B has variables for the others
+        # W&B has variables for the others
+        options |= {key: value for key, value in optional.items() if value}
         if context.known is not None:
             options |= {"id": context.known, "resume": "allow"}
         self._module: Any = (module := _import("wandb", extra="wandb"))
@@ -253,11 +252,6 @@ class TrackerSet:
         self._warn = warn
         self.num_failures: dict[str, int] = dict.fromkeys(trackers, 0)
 
-    @property
-    def active(self) -> tuple[str, ...]:
-        """Names of the trackers that still receive metrics."""
-        return tuple(self._trackers)
-
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Send the values that are defined and finite, and disable a tracker that raises."""
         values = {
@@ -266,11 +260,7 @@ class TrackerSet:
             if value is not None and abs(value) < float("inf")
         }
         for name, tracker in list(self._trackers.items()):
-            self._attempt(
-                name,
-                tracker,
-                lambda tracker=tracker: tracker.log(step, values),  # type: ignore[misc]
-            )
+            self._attempt(name, tracker, partial(tracker.log, step, values))
 
     def log_rollouts(self, step: int, traces: Sequence[Trace], *, label: str | None = None) -> None:
         """Send a table of rollouts, one of each group: of a training step if its turn has come, or of the
@@ -281,7 +271,7 @@ class TrackerSet:
             if not self._tracking.sends_rollouts(step):
                 return
             limit = self._tracking.num_rollouts
-        with_tables = {name: one for name, one in self._trackers.items() if hasattr(one, "log_table")}
+        with_tables = {name: item for name, item in self._trackers.items() if hasattr(item, "log_table")}
         rows = [row for trace in traces[:limit] if (row := _row(step, trace, label or "training"))]
         if not (with_tables and rows):
             return

@@ -245,6 +245,29 @@ def test_libraries_that_the_code_loads_start_no_threads(tool: PythonTool) -> Non
 
 
 @needs_locks
+def test_coroutines_run(tool: PythonTool) -> None:
+    code = """
+import asyncio
+
+async def double(n):
+    await asyncio.sleep(0.01 * (3 - n))
+    print(n, end=" ")
+    return 2 * n
+
+async def main():
+    async with asyncio.timeout(5):
+        return await asyncio.gather(*map(double, range(3)))
+
+print(asyncio.run(main()))
+loop = asyncio.new_event_loop()
+print(loop.run_until_complete(double(1)))
+loop.close()
+assert loop.is_closed()
+"""
+    result = tool.run(code)
+    assert (result.status, result.output) == ("ok", "2 1 0 [0, 2, 4]\n1 2")
+
+
 def test_submodules_of_scipy_can_be_imported() -> None:
     pytest.importorskip("scipy")
     with PythonTool(PythonToolConfig(packages=("numpy", "scipy"))) as tool:

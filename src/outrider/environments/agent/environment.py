@@ -14,7 +14,7 @@ from outrider.environments.agent.launcher import FunctionRole, load_function
 from outrider.environments.agent.programs import ProgramRunner, Report, run_agent
 from outrider.environments.agent.requests import IGNORABLE, RequestError, read_json, read_request
 from outrider.environments.agent.responses import Answer, call_problems, read_answer, with_call_ids
-from outrider.environments.agent.session import (
+from outrider.environments.agent.server import (
     Event,
     PendingRequest,
     ProgramFailure,
@@ -501,11 +501,16 @@ class AgentTaskSet:
             raise DataError(f"agent: no data set is configured for the split {split!r}")
         tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=True)
         # Without further columns, tasks are the same as those of versions that passed none.
-        own = (dataset.question, dataset.answer, "answers", dataset.key)
+        # An answer that is no text and no number is left out of the accepted answers, so it stays a column.
+        own, answers = (dataset.question, dataset.key), (dataset.answer, "answers")
         return [
-            replace(task, metadata={key: value for key, value in task.metadata.items() if key not in own})
+            replace(task, metadata={
+                key: value
+                for key, value in task.metadata.items()
+                if key not in own and (key not in answers or not (task.answers or value is None))
+            })
             for task in tasks
-        ]
+        ]  # fmt: skip
 
     def make(self) -> ProgramFactory:
         """Load the agent and start the server. Raises ToolUnavailable."""

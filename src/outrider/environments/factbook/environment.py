@@ -13,8 +13,13 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from outrider.environments.base import Split, known_split, split_size
-from outrider.environments.factbook.data import Factbook, load_factbook
-from outrider.environments.factbook.questions import Question, build_questions, fact_passages
+from outrider.environments.factbook.data import (
+    Factbook,
+    Question,
+    build_questions,
+    fact_passages,
+    load_factbook,
+)
 from outrider.environments.tool_qa.environment import (
     SearchSettings,
     ToolEnvironment,

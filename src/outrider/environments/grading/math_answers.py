@@ -319,10 +319,14 @@ def _assigned_value(text: str) -> str:
 
 
 def _with_short_unit(text: str, unit: str) -> tuple[str, str]:
-    """``5m`` as ``("5", "m")`` if ``m`` is the unit of the other answer; else ``(text, "")``."""
+    """``5m`` as ``("5", "m")`` if ``m`` is the unit of the other answer, and ``5 N`` as an amount; else
+    ``(text, "")``.
+    """
     amount = text.removesuffix(unit)
     is_unit = unit in ("m", "g") and amount != text and amount[-1:].isdigit()
-    return (amount, unit) if is_unit else (text, "")
+    if is_unit or len(text) > _MAX_SPELLED:
+        return (amount, unit) if is_unit else (text, "")
+    return split_unit(text, symbols=True)
 
 
 def _is_same_text(left: str, right: str) -> bool:

@@ -22,7 +22,7 @@ from latex2sympy2_extended.math_normalization import normalize_latex
 from math_verify import verify
 from sympy.core.function import AppliedUndef
 
-from outrider.environments.grading.math_normal_form import split_top, split_unit
+from outrider.environments.grading.math_normal_form import MEASURES, split_top, split_unit
 
 _DOTS: Final = r"\ldots"
 _CLOSERS: Final = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
@@ -275,12 +275,13 @@ def _compare_relations(left: str, right: str) -> bool | None:
 
 def is_same_unit(left: str, right: str) -> bool:
     """Whether the units of two amounts agree: one has none, they are equal, or one is more precise ("red
-    marbles", "dollars per pound").
+    marbles", "dollars per pound"), but no product of the other with a further measure ("newton metres").
     """
     if not left or not right or left == right:
         return True
     fewer, more = sorted((set(left.split()), set(right.split())), key=len)
-    return fewer < more and ("/" not in more or bool(fewer & _CURRENCIES))
+    is_product = fewer <= MEASURES and any(word.partition("^")[0] in MEASURES for word in more - fewer)
+    return fewer < more and not is_product and ("/" not in more or bool(fewer & _CURRENCIES))
 
 
 def _bare(text: str) -> str:
@@ -484,6 +485,8 @@ _CLOSE: Final = 1e-6
 
 
 def _is_same_expression(left: str, right: str) -> bool:
+    if re.fullmatch(r"[A-Z]{2}", left.strip()) and re.fullmatch(r"[A-Z]{2}", right.strip()):
+        return left.strip() == right.strip()  # HT and TH, or products of matrices
     if r"\plainlog" in left or r"\plainlog" in right:  # natural in Python, decimal in school
         return any(
             _is_same_expression(left.replace(r"\plainlog", name), right.replace(r"\plainlog", name))

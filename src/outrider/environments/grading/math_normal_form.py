@@ -75,6 +75,10 @@ _FONT: Final = re.compile(r"\\(?:math(?:rm|it|bf|sf|tt|normal)|boldsymbol|bm)\s*
 _SINGLE_UNITS: Final = frozenset("mgshLl")
 
 
+_POWERS_OF_TEN: Final = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_LARGE: Final = "|".join(_POWERS_OF_TEN)
+
+
 def _matrix(brackets: str, rows: str) -> str:
     return rf"\begin{{{brackets}matrix}}{rows}\end{{{brackets}matrix}}"
 
@@ -137,6 +141,10 @@ _REWRITES: Final = (
     (re.compile(r"(\\infty)\s*\]"), r"\1)"),
     (re.compile(r"(?<![A-Za-z\\])Reals(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\A\s*=\s*"), ""),
+    (re.compile(rf"(?<=\d)(?:\s*\\text\s*\{{\s*({_LARGE})\s*\}}|\s+({_LARGE})(?![A-Za-z]))"),
+     lambda match: rf"\times 10^{{{_POWERS_OF_TEN[match[1] or match[2]]}}}"),
+    (re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}"), r"\1"),  # unit vectors
+    (re.compile(r"(?<=\d)\s*\\Omega\s*\Z"), r"\\text{ ohm}"),
     (re.compile(
         r"(?<!\\)(?:(\[)|(\()|\|)\s*\\begin\{(array|(?:small)?matrix)\}(?:(?<=array\})\s*\{[^{}]*\})?(.*?)"
         r"\\end\{\3\}\s*(?(1)\]|(?(2)\)|\|))",
@@ -177,19 +185,24 @@ _TEXT_PART: Final = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BARE: Final = re.compile(
     r"(?P<amount>.*?[\d)}\]]|.*?\\pi|.*?\s[A-Za-z]|-?\d*[A-Za-z])(?:\s+|(?<=[\d})])(?=[A-Za-z]{3})"
     r"|(?<=\d)(?=(?:mm|cm|dm|km|kg|ft|yd|lb|oz|m[lL]|hr|lbs|hrs)(?:\s*\^\s*(?:\{[23]\}|[23]))?\Z))"
-    r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*)[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
+    r"(?P<words>[A-Za-z]+(?:(?:\s+|\s*[./]\s*|(?<=[a-z]{2})-(?=[a-z]{2}))[A-Za-z]+)*)\s*(?P<power>\^\s*(?:\{[23]\}|[23]))?",
     re.DOTALL,
 )
 # Only in upright type: elsewhere they are letters or products.
 _SYMBOLS: Final = {
-    "N": "newton", "J": "joule", "V": "volt", "W": "watt", "K": "kelvin", "kJ": "kilojoule",
+    "N": "newton", "mN": "millinewton", "MN": "meganewton", "GW": "gigawatt",
+    "J": "joule", "V": "volt", "W": "watt", "K": "kelvin", "kJ": "kilojoule",
     "kN": "kilonewton", "kV": "kilovolt", "MJ": "megajoule", "MW": "megawatt", "mW": "milliwatt",
     "mV": "millivolt",
     "mA": "milliampere", "ms": "millisecond", "ns": "nanosecond", "nm": "nanometer", "eV": "electronvolt",
     "keV": "kiloelectronvolt", "MeV": "megaelectronvolt", "kPa": "kilopascal", "MPa": "megapascal",
-    "kHz": "kilohertz", "MHz": "megahertz", "GHz": "gigahertz", "kWh": "kilowatthour", "cal": "calorie",
+    "kHz": "kilohertz", "MHz": "megahertz", "GHz": "gigahertz", "kWh": "kilowatt hour", "cal": "calorie",
     "kcal": "kilocalorie",
 }  # fmt: skip
+MEASURES: Final = frozenset(_SYMBOLS.values()) | frozenset(
+    ("mm", "cm", "m", "km", "in", "ft", "g", "kg", "lb", "sec", "min", "hour", "ohm", "pa", "hz", "kw", "mol")
+)
+"""Units whose products are other units: a newton metre is no newton, while red marbles are marbles."""
 _UNITS: Final = {name: name for name in _SYMBOLS.values()} | {
     name: names.split()[0]
     for names in (
@@ -204,7 +217,8 @@ _UNITS: Final = {name: name for name in _SYMBOLS.values()} | {
         "leaf leaves", "yen", "yuan rmb", "won", "rupee", "peso", "acre", "hectare", "newton", "joule",
         "watt",
         "volt", "ohm", "amp ampere", "mol mole",
-        "hz hertz", "pa pascal", "kw kilowatt", "rpm", "bit", "byte", "point pt", "digit", "side", "way",
+        "hz Hz hertz", "pa Pa pascal", "kw kW kilowatt",
+        "rpm", "bit", "byte", "point pt", "digit", "side", "way",
         "celsius", "fahrenheit", "kelvin",
     )
     for name in names.split()
@@ -324,7 +338,7 @@ def _replace_upright(match: re.Match[str]) -> str:
     is_bold = match[1].startswith(("mathbf", "bold", "bm"))
     if bare in ("min", "sec") and is_quantity and _END_OF_UNIT.fullmatch(rest):
         return rf"\text{{{inside}}}"
-    product = re.sub(r"\\cdot(?![A-Za-z])|\u00b7", " ", inside)
+    product = re.sub(r"\\cdot(?![A-Za-z])|\u00b7|\\[,;: ]|~", " ", inside)
     if product != inside and is_quantity and _unit(product, "", symbols=True):
         return rf"\text{{{product}}}"
     if bare in _FUNCTIONS:
@@ -550,13 +564,14 @@ def split_top(text: str, separators: str) -> list[str]:
     return parts
 
 
-def split_unit(text: str) -> tuple[str, str]:
+def split_unit(text: str, *, symbols: bool = False) -> tuple[str, str]:
     r"""An amount and its unit: for example, ``("5", "m^2")`` for ``5 square meters``. ``(text, "")`` for
     anything else.
 
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
     plural ("apples"), but "2 pi", "5 million" and "5 or more" have none. Letters directly after a number are
-    a unit if they are at least three, or two such as "cm": ``5m`` may be five times m.
+    a unit if they are at least three, or two such as "cm": ``5m`` may be five times m. With ``symbols``,
+    ``5 N`` has a unit, too, as in upright type.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
@@ -582,7 +597,7 @@ def split_unit(text: str) -> tuple[str, str]:
         if match is None:
             return text, ""
         amount, words, power = match["amount"], match["words"], re.search(r"[23]", match["power"] or "")
-    unit = _unit(words, power[0][-1] if power else "", symbols="text" in match.groupdict())
+    unit = _unit(words, power[0][-1] if power else "", symbols=symbols or "text" in match.groupdict())
     return (amount.strip(), unit) if unit and _is_amount(amount) else (text, "")
 
 

@@ -14,9 +14,9 @@ from outrider.environments.gym.making import (
     Recipe,
     close,
     make_recipe,
+    observation_text,
     package_version,
 )
-from outrider.environments.gym.spaces import observation_text
 from outrider.environments.seeded import MAX_EXPERT_TURNS, MoveRecord, opening_message, task_seed
 from outrider.environments.text_games import STOP
 from outrider.errors import EnvironmentFault, OutriderError

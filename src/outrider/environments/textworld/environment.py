@@ -18,8 +18,14 @@ from outrider.environments.base import (
     split_size,
 )
 from outrider.environments.text_games import Game, Reply, TextGame
-from outrider.environments.textworld.games import PACKAGE_VERSION, GameSettings, GameShelf, QuestGame
-from outrider.environments.textworld.play import StoryGame, walkthrough
+from outrider.environments.textworld.games import (
+    PACKAGE_VERSION,
+    GameSettings,
+    GameShelf,
+    QuestGame,
+    StoryGame,
+    walkthrough,
+)
 from outrider.environments.window import WindowedSettings
 from outrider.errors import ConfigError, EnvironmentFault, ToolUnavailable
 from outrider.types import Task

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -64,11 +65,19 @@ class DatasetConfig(Settings):
         return self
 
 
-def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool = False) -> list[Task]:
+def load_tasks(
+    config: DatasetConfig,
+    *,
+    setting: str = "",
+    keeps_columns: bool = False,
+    system_prompt: str | None = None,
+) -> list[Task]:
     """The tasks of one split in file order. ``setting`` is the dotted key of ``config``, for messages.
 
-    With ``keeps_columns``, all columns of a row are the metadata of its task, and the column of the answer
-    may be missing. Questions that occur more than once are reported in one line.
+    With ``keeps_columns``, all columns of a row are the metadata of its task, for functions that read them.
+    The column ``answer`` may then be missing, null, or no text and no number: such a task has no accepted
+    answers. Questions that occur more than once are reported in one line. So are, unless ``system_prompt`` is
+    None, questions that are a message behind others than this system prompt, which no prompt contains.
 
     Raises DataError, naming file and line, for a missing or empty data set, a malformed row, a missing
     column, a blank question or answer and a duplicate key; ToolUnavailable if the hub is needed without
@@ -83,6 +92,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
     repeated: list[str] = []
     contradicting: list[str] = []
     listed: list[str] = []
+    without_context: list[str] = []
     if config.path is not None:
         rows: Iterable[Row] = read_rows(config.path)
     else:
@@ -95,7 +105,7 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
         key = f"{name}-{index}" if config.key is None else _key(row, config.key)
         question = row.text(config.question).strip()
         column = answer_column(row, config.answer)
-        has_answer = not keeps_columns or column != "answer" or "answer" in row.values
+        has_answer = not keeps_columns or config.answer != "answer" or _has_answer(row, column, config)
         values = row.get(column) if has_answer else []
         answers = tuple(
             _answer(value, row, config) for value in (values if isinstance(values, list) else [values])
@@ -104,6 +114,8 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
             raise DataError(f"{row.location}: column {column!r} contains no answer")
         if isinstance(values, str) and is_list_text(values):
             listed.append(row.location)
+        if system_prompt is not None and _earlier_texts(row, config.question) - {system_prompt.strip()}:
+            without_context.append(row.location)
         columns = json.loads(json.dumps(row.values, default=_plain)) if keeps_columns else {}
         task = Task(key=key, question=question, answers=answers, metadata=columns)
         if not all(task.answers):
@@ -127,6 +139,12 @@ def load_tasks(config: DatasetConfig, *, setting: str = "", keeps_columns: bool 
             "%d rows with a blank answer left out, the first at %s", len(blank), blank[0]
         )
     warn_of_list_texts(listed)
+    if without_context:
+        logging.getLogger(__name__).warning(
+            "%s: %s messages in front of the question that are no part of the prompt, the first at %s: put a "
+            "system message into environment.system_prompt", config.path or config.hub,
+            plural(len(without_context), "row has", "rows have"), without_context[0],
+        )  # fmt: skip
     if repeated:
         others = f"; {len(contradicting)} of them with other answers, the first at " if contradicting else ""
         logging.getLogger(__name__).warning(
@@ -192,6 +210,28 @@ def answer_column(row: Row, column: str) -> str:
         column == "answer" and row.values.get("answer") is None and row.values.get("answers") is not None
     )
     return "answers" if is_other else column
+
+
+def _earlier_texts(row: Row, column: str) -> set[str]:
+    """The texts of the messages in front of the one that a name such as ``prompt.1.content`` selects."""
+    selected = re.fullmatch(r"(.+)\.(\d+)\.content", column)
+    if selected is None or column in row.values:  # a flattened table has dots in its names
+        return set()
+    messages = row.get(selected[1])
+    earlier = messages[: int(selected[2])] if isinstance(messages, list) else []
+    return {
+        str(item["content"]).strip() for item in earlier if isinstance(item, dict) and item.get("content")
+    }
+
+
+def _has_answer(row: Row, column: str, config: DatasetConfig) -> bool:
+    """Whether a row has a value that can be an accepted answer, or a null that leaves the row out."""
+    value = row.values.get(column)
+    if value is None:
+        return column in row.values and config.blank_answers == "drop"
+    values = value if isinstance(value, list) else [value]
+    types = (str, int, float, Decimal)
+    return bool(values) and all(isinstance(item, types) and not isinstance(item, bool) for item in values)
 
 
 def warn_of_list_texts(locations: Sequence[str]) -> None:

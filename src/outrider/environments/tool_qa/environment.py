@@ -458,13 +458,20 @@ class ToolEnvironment(Environment):
         if dataset is None:
             raise DataError(f"tools: no data set is configured for the split {split!r}")
         path = settings.reward.function
-        tasks = load_tasks(dataset, setting=f"environment.{split}", keeps_columns=path is not None)
-        columns = frozenset() if path is None else RewardFunction(path).columns
+        tasks = load_tasks(
+            dataset,
+            setting=f"environment.{split}",
+            keeps_columns=path is not None,
+            system_prompt=settings.system_prompt or "",
+        )
+        if path is None:
+            return tasks
+        function = RewardFunction(path)
         for task in tasks:
-            if missing := columns - task.metadata.keys():
+            if missing := function.missing_column(task):
                 raise DataError(
-                    f"environment.{split}: the reward function {path} needs the column "
-                    f"{sorted(missing)[0]!r}; task {task.key} has {', '.join(sorted(task.metadata))}"
+                    f"environment.{split}: the reward function {path} needs the column {missing}; "
+                    f"task {task.key} has {', '.join(sorted(task.metadata))}"
                 )
         return tasks
 

@@ -453,7 +453,7 @@ correct; None if a verifier could not decide. Raises what a judge raises.
 # A reward function of yours, with the arguments that TRL's GRPOTrainer or verl pass.
 
 
-_TRL_ONLY: Final = frozenset({"completion_ids", "trainer_state", "environments"})
+_TRL_ONLY: Final = frozenset({"completion_ids", "trainer_state", "environments", "log_extra", "log_metric"})
 _VERL: Final = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -494,8 +494,15 @@ class RewardFunction:
             raise ConfigError(f"{path} needs {sorted(unknown)[0]!r}; the arguments are {', '.join(_VERL)}")
         if missing := required & _TRL_ONLY:
             raise ConfigError(f"{path} needs {sorted(missing)[0]!r}, which only TRL's trainer has")
-        self.columns = frozenset() if self._is_verl else required - {"prompts", "completions"}
-        """Columns of the data set that the function cannot do without."""
+        self._columns = required - {"prompts", "completions"}
+
+    def missing_column(self, task: Task) -> str:
+        """Describe a column that the function cannot do without and the task lacks, or return ""."""
+        if not self._is_verl:
+            return next((repr(name) for name in sorted(self._columns - task.metadata.keys())), "")
+        if "ground_truth" not in self._columns or _verl_truth(task) or task.answers:
+            return ""
+        return "'ground_truth' (or reward_model.ground_truth, or answer)"
 
     def score(self, task: Task, completion: str) -> tuple[float, dict[str, float]]:
         """Return the reward, and the other numbers of a returned mapping.
@@ -548,14 +555,20 @@ class RewardFunction:
 
     def _verl(self, task: Task, completion: str) -> dict[str, Any]:
         answers, row = list(task.answers), task.metadata
-        nested = row.get("reward_model")
-        truth = nested if isinstance(nested, Mapping) else row
         return {
             "data_source": row.get("data_source", ""),
             "solution_str": completion,
-            "ground_truth": truth.get("ground_truth", answers[0] if len(answers) == 1 else answers),
+            "ground_truth": answers[0] if len(answers) == 1 else answers,
             "extra_info": row.get("extra_info") or {},
-        }
+        } | _verl_truth(task)
+
+
+def _verl_truth(task: Task) -> dict[str, Any]:
+    """``ground_truth`` of the columns of a row in verl's format; empty if the row has none."""
+    for columns in (task.metadata.get("reward_model"), task.metadata):
+        if isinstance(columns, Mapping) and "ground_truth" in columns:
+            return {"ground_truth": columns["ground_truth"]}
+    return {}
 
 
 _NAMED: Final = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
