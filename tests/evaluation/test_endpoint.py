@@ -369,7 +369,10 @@ NEEDS_MODEL = ("--endpoint", "http://127.0.0.1:9/v1")
         (("--tasks", "gsm8k"), "exactly one of a model and an endpoint"),
         (("--tasks", "gsm8k", "--model", "m", *NEEDS_MODEL), "exactly one of a model and an endpoint"),
         (("--tasks", "gsm9k", *NEEDS_MODEL), "unknown task set"),
-        (("--tasks", "simpleqa=q.jsonl", *NEEDS_MODEL), "graded by a judge: give its endpoint"),
+        (
+            ("--tasks", "simpleqa=q.jsonl", *NEEDS_MODEL),
+            "graded by a judge: set its address (judge.endpoint.base_url",
+        ),
         (("--tasks", "gsm8k", "--samples", "2", *NEEDS_MODEL), "num_samples > 1 needs a temperature"),
         (("--tasks", "webshop", "--tools", "off", *NEEDS_MODEL), "needs its environment"),
         (("--tasks", "webshop", "metric=em", *NEEDS_MODEL), "scores itself"),

@@ -429,7 +429,10 @@ def test_an_evaluation_with_tools_plays_as_the_run(
     assert main(other) == 0
     assert "OTHER SETTINGS THAN IN TRAINING: environment.max_calls = 1 (run: 2)" in capsys.readouterr().out
     assert main([*common, "--run", str(tmp_path / "off"), "rollout.max_turn_tokens=3"]) in (0, 1)
-    assert "OTHER PROMPT THAN IN TRAINING" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "OTHER PROMPT THAN IN TRAINING" in shown and "set tools = on (--tools on)" in " ".join(
+        shown.split()
+    )
     for refused in (outrider.load_run, lambda run: Catalogue([run])):
         with pytest.raises(DataError, match="is an evaluation of eval --tasks, no run"):
             refused(tmp_path / "on")

@@ -307,7 +307,7 @@ def test_an_adaptation_is_no_training_run(
     """``train`` would pass over the trials in silence."""
     recipe = made / "data" / "recipe.toml"
     assert main(["train", str(recipe), "--run", str(tmp_path / "run"), "evaluation.num_trials=2"]) == 2
-    assert "evaluation.num_trials" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    assert "num_trials=K in Python" in capsys.readouterr().err and not (tmp_path / "run").exists()
     settings = load_settings(RunSettings, file=recipe, overrides=["evaluation.num_trials=2"])
     RunDirectory.create(tmp_path / "adapted", settings).release()
     with pytest.raises(ConfigError, match="outrider eval --adapt"):

@@ -100,7 +100,8 @@ def differences(name: str, environment: Mapping[str, Any] | None, rollout: Mappi
             return []
         return [
             "OTHER PROMPT THAN IN TRAINING: the questions are asked without tools, and the run trained with "
-            f"environment.type = tools, protocol = {trained.get('protocol')}; --tools on plays as it trained"
+            f"environment.type = tools, protocol = {trained.get('protocol')}; set tools = on (--tools on) "
+            "to play as it trained"
         ]
     if environment.get("type") != trained.get("type"):
         return [
@@ -700,8 +701,8 @@ def choose_scorer(benchmark: Benchmark, settings: EvalTasksSettings) -> Scorer |
     scorer = settings.metric or ("judge" if settings.judge is not None else benchmark.scorer)
     if scorer == "judge" and settings.judge is None:
         raise ConfigError(
-            f"{benchmark.name} is graded by a judge: give its endpoint "
-            "(--judge URL), or another metric (metric=em)"
+            f"{benchmark.name} is graded by a judge: set its address (judge.endpoint.base_url; --judge URL), "
+            "or another metric (metric=em)"
         )
     if scorer == "math" and benchmark.kind != "math":
         raise ConfigError(

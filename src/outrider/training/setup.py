@@ -141,7 +141,8 @@ def run_training(
         cleanup.callback(run.roll_back)
         if settings.evaluation.num_trials:
             raise ConfigError(
-                "evaluation.num_trials is for `outrider eval --adapt K`: training has no trials"
+                "evaluation.num_trials is for evaluations (outrider eval --adapt K; num_trials=K in Python): "
+                "training has no trials"
             )
         rollout_status = RolloutStatus()
         recorded = RecordedProgress(make_progress(progress), run.path)
