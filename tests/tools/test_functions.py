@@ -185,12 +185,12 @@ def tool(function: Any) -> FunctionTool:
 
 @pytest.mark.parametrize("is_open", [True, False])
 def test_a_tool_of_one_text_may_accept_other_arguments(is_open: bool) -> None:
+    parameters = {"properties": {"query": {"type": "string"}}, "additionalProperties": is_open}
+    find_schema = {"name": "find", "description": "Find.", "parameters": parameters}
+
     class Find(CalledByText):
         name = usage = "find"
-        schema: Any = {
-            "name": "find", "description": "Find.",
-            "parameters": {"properties": {"query": {"type": "string"}}, "additionalProperties": is_open},
-        }  # fmt: skip
+        schema = find_schema
 
         def _run(self, arguments: Any) -> ToolOutput:
             return ToolOutput(text=json.dumps(arguments))
