@@ -182,14 +182,19 @@ def test_the_sampler_correction_is_measured_over_the_tokens_of_all_micro_batches
     assert report.metrics["ratio/mean"] == pytest.approx(1.0)  # not corrected
 
 
-def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them() -> None:
-    """The rollout of three tokens saw a tip. Odds of student and acting policy are 1/2, 2 and 1/8."""
+def with_left_out_tip() -> Trace:
+    """The rollout of three tokens saw a tip."""
     trace = two_rollouts(engine=ENGINE, credit=(3.0, -1.0))
     tip = Message(role="user", content="tip")
     reason = trace.append(parent=0, origin=Origin.MEMORY, token_ids=(TIP,), message=tip)
-    node = trace.nodes[2]
-    trace.nodes[2] = replace(node, parent=reason.node_id)
+    trace.nodes[2] = replace(trace.nodes[2], parent=reason.node_id)
     trace.without_memory = True
+    return trace
+
+
+def test_the_measures_of_left_out_tips_are_means_over_the_tokens_that_lost_them() -> None:
+    """The rollout of three tokens saw a tip. Odds of student and acting policy are 1/2, 2 and 1/8."""
+    trace = with_left_out_tip()
     acting = ((0.0,), (-1.0, -1.0, -1.0))
     student = ((-1.5,), (-1.0 + math.log(0.5), -1.0 + math.log(2), -1.0 + math.log(0.125)))
     objective = OffPolicyObjective(
@@ -221,6 +226,9 @@ def test_one_token_with_a_huge_ratio_leaves_the_metrics_finite() -> None:
     assert report.metrics["ratio/max"] == pytest.approx(math.exp(20.0))
     assert report.metrics["ratio/mean"] == pytest.approx((math.exp(20.0) + 7.0) / 8)
     assert max(float(record.ratio_T.max()) for record in report.tokens) == pytest.approx(math.exp(20.0))
+    student = TablePolicy([((-1.5,), (1e4, -1.0, -1.0))], with_tips=((0.0,), (-1.0, -1.0, -1.0)))
+    report = run(student, [with_left_out_tip()], OffPolicyObjective(sampler_correction=None))
+    assert report.metrics["tips/ratio_mean"] == pytest.approx((math.exp(20.0) + 2.0) / 3)
 
 
 def test_nothing_to_train_on_has_a_gradient_of_zero() -> None:
