@@ -28,7 +28,7 @@ from outrider.plugins.registry import build_by_name, resolve
 from outrider.testing import check_tool
 from outrider.tokens.call_formats import CALL_FORMATS, read_turn
 from outrider.tools.base import SchemaTool, ToolOutput, Toolset, tool_schema, usage_line
-from outrider.tools.functions import FunctionTool, tool_class
+from outrider.tools.functions import CalledByText, FunctionTool, tool_class
 from outrider.types import Json, Message, Task, ToolCall
 from tests.tool_episodes import tool_factory
 
@@ -181,6 +181,26 @@ def bare(a, b):  # type: ignore[no-untyped-def]
 
 def tool(function: Any) -> FunctionTool:
     return tool_class(function)()
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_tool_of_one_text_may_accept_other_arguments(is_open: bool) -> None:
+    parameters = {"properties": {"query": {"type": "string"}}, "additionalProperties": is_open}
+    find_schema = {"name": "find", "description": "Find.", "parameters": parameters}
+
+    class Find(CalledByText):
+        name = usage = "find"
+        schema = find_schema
+
+        def _run(self, arguments: Any) -> ToolOutput:
+            return ToolOutput(text=json.dumps(arguments))
+
+        def close(self) -> None:
+            """Nothing to release."""
+
+    text = '{"query": "blue", "limit": 3}'
+    assert json.loads(Find().run_text(text).text) == (json.loads(text) if is_open else {"query": text})
+    assert json.loads(Find().run_text("blue").text) == {"query": "blue"}
 
 
 DOCSTRINGS = {

@@ -80,6 +80,7 @@ def add_buffer(parser: argparse.ArgumentParser) -> None:
     for action, command in ((stats, _stats), (query, _query)):
         action.add_argument("file", type=Path, help="the buffer")
         action.set_defaults(command=command)
+    stats.add_argument("--embedder", help=argparse.SUPPRESS)  # earlier versions needed it
     _add_embedder(query)
     query.add_argument("history", help="text of the conversation so far")
     query.add_argument("-k", type=positive, default=5, metavar="K", help="number of steps (default: 5)")

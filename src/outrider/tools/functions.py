@@ -30,7 +30,7 @@ from pydantic_core import InitErrorDetails, to_jsonable_python
 
 from outrider.errors import ConfigError, ToolFault, unwrap_group
 from outrider.tokens.call_formats import find_call_error
-from outrider.tokens.tool_calls import accepted_values, list_branches
+from outrider.tokens.tool_calls import Arguments, accepted_values, list_branches
 from outrider.tools.base import SingleFlightCache, ToolOutput, text_argument, usage_line
 from outrider.types import Json, ToolCall, ToolSchema
 
@@ -326,8 +326,9 @@ class CalledByText(ABC):
         except (ValueError, RecursionError):
             arguments = None
         if (only := text_argument(self.schema)) is not None:
-            is_named = isinstance(arguments, dict) and arguments.keys() == {only}
-            if is_named and isinstance(arguments[only], str):
+            is_named = isinstance(arguments, dict) and isinstance(arguments.get(only), str)
+            # more names are arguments only if the schema accepts others than the one that it declares
+            if is_named and (len(arguments) == 1 or Arguments.from_schema(self.schema).is_open):
                 return self.run_call(arguments)
             return self.run_call({only: text})
         if not isinstance(arguments, dict):
