@@ -93,7 +93,7 @@ if TYPE_CHECKING:  # for type checkers and editors; the same names as in _NAMES_
     from outrider.viewer.trackers import Tracker as Tracker
     from outrider.viewer.trackers import TrackerContext as TrackerContext
 
-__version__ = "0.3.8"
+__version__ = "0.3.9"
 
 _NAMES_BY_MODULE: Final = {
     "outrider.algorithms.advantages": "RolloutAdvantages",
