@@ -573,7 +573,7 @@ def split_unit(text: str, *, symbols: bool = False) -> tuple[str, str]:
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
     plural ("apples"), but "2 pi", "5 million" and "5 or more" have none. Letters directly after a number are
     a unit if they are at least three, or two such as "cm": ``5m`` may be five times m. With ``symbols``,
-    ``5 N`` has a unit, too, as in upright type.
+    ``5 N`` and ``5 N*m`` have a unit, too, as in upright type.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
