@@ -162,6 +162,8 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
     "large numbers and vectors": [
         ("1.5 million", "1500000"), (r"\$2\text{ billion}", "2,000,000,000"), ("3 thousand people", "3000"),
         (r"\hat{\imath}-2\hat{j}", r"\mathbf{i}-2\mathbf{j}"), (r"\vec{k}", r"\mathbf{k}"),
+        ("1.5 Million", "1500000"), (r"1.5\text{ million dollars}", "1500000"), (r"3\hat i", "3i"),
+        (r"3\hat\imath+\pi\hat\jmath", r"3i+\pi j"),
     ],
     "logic and derivatives": [
         (r"p \land q", r"q \wedge p"), (r"x>1 \land x<3", r"1<x<3"), (r"\frac{dy}{dx}=2x", "2x"),
@@ -285,7 +287,10 @@ EQUAL: dict[str, list[tuple[str, str]]] = {
         (r"5\,\mathrm{N\,m}", "5"), (r"9.8\,\mathrm{m\,s^{-2}}", r"9.8\text{ m/s}^2"),
         ("300 K", "300 kelvin"),
         ("5 Hz", "5 hertz"), ("5 kWh", "5 kilowatt hours"), (r"5\text{ Pa}\cdot\text{s}", "5 pascal seconds"),
-        (r"20\,\Omega", "20 ohms"), (r"20\Omega", "20"),
+        (r"20\,\Omega", "20 ohms"), (r"20\Omega", "20"), ("20 \u03a9", "20"), (r"3\Omega+2", r"2+3\Omega"),
+        ("5 N\xb7m", r"5\,\mathrm{N\,m}"), ("5 N*m", r"5\text{ N m}"), ("3 m N", r"3\,\mathrm{N\,m}"),
+        ("5 J/kg K", r"5\,\mathrm{J/kg\,K}"), ("5 V/m", r"5\,\mathrm{V/m}"),
+        ("5 hours in total", "5 hours"), ("5 cm in length", "5 cm"),
     ],
     "equations that state a value": [
         ("f(x)=0", "0"), ("f(2)+g(3)=5", "5"), (r"\cos C=-\frac12", "-1/2"), ("m+n=15", "15"),
@@ -498,6 +503,7 @@ DIFFERENT: dict[str, list[tuple[str, str]]] = {
         (r"2\sec x", "2"), (r"x^2\mathrm{min}", "x"), ("5 ms", "5"), (r"5\text{ MW}", r"5\text{ mW}"),
         (r"5\text{ MN}", r"5\text{ mN}"), (r"5\text{ N m}", "5 newtons"), ("5 kilowatt hours", "5 hours"),
         ("5 newton metres", "5 N"), ("5 N m", "5 newtons per metre"),
+        ("5 kg m^2", "5 m^2"), ("5 in lb", "5 lb"),
     ],
     "equations and their right side": [
         ("0", "5x - 7y + 11z + 4 = 0"), ("18", "x^2 + (y - 2)^2 = 18"), ("4x", "y^2=4x"),

@@ -125,6 +125,8 @@ def test_calls_with_a_role_of_their_own_join_their_turn(tmp_path: Path) -> None:
     second = CALL.replace("Oslo", "Rome")
     turns = [(f"The forecast knows.\n{CALL}\n{second}", "4 C\n20 C"), (END["content"], "")]
     assert steps(read(tmp_path, messages=chat)) == turns
+    sent = [{**item, "recipient": "user"} for item in chat]  # only with a channel it is Harmony's
+    assert steps(read(tmp_path, messages=sent)) == turns
     given = read(tmp_path, prompt=chat[:2], completion=chat[2:])  # text in the prompt is no step
     assert steps(given) == [(f"{CALL}\n{second}", "4 C\n20 C"), (END["content"], "")]
 

@@ -304,7 +304,8 @@ class _Reader:
         self._count_dropped(item, role, location)
         content = item["content"] if item.get("content") is not None else item.get("value")
         if role == "assistant":
-            if item.get("channel") == "analysis" or item.get("recipient") not in (None, "", "all"):
+            channel = item.get("channel")  # other formats have a recipient without a channel
+            if channel == "analysis" or (channel and item.get("recipient") not in (None, "", "all")):
                 raise ValueError(
                     f"{location} is thinking or a call in OpenAI's Harmony format, which Outrider does not "
                     "read: convert both to 'reasoning' and 'tool_calls' of one message"

@@ -268,6 +268,7 @@ assert loop.is_closed()
     assert (result.status, result.output) == ("ok", "2 1 0 [0, 2, 4]\n1 2")
 
 
+@needs_locks
 def test_submodules_of_scipy_can_be_imported() -> None:
     pytest.importorskip("scipy")
     with PythonTool(PythonToolConfig(packages=("numpy", "scipy"))) as tool:

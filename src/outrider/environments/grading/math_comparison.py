@@ -280,7 +280,10 @@ def is_same_unit(left: str, right: str) -> bool:
     if not left or not right or left == right:
         return True
     fewer, more = sorted((set(left.split()), set(right.split())), key=len)
-    is_product = fewer <= MEASURES and any(word.partition("^")[0] in MEASURES for word in more - fewer)
+    if fewer == more and "/" not in more:  # a product in another order
+        return True
+    measures = {word for word in more if word.partition("^")[0] in MEASURES}
+    is_product = fewer <= measures and bool(measures - fewer)
     return fewer < more and not is_product and ("/" not in more or bool(fewer & _CURRENCIES))
 
 

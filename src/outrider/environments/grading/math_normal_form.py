@@ -141,10 +141,12 @@ _REWRITES: Final = (
     (re.compile(r"(\\infty)\s*\]"), r"\1)"),
     (re.compile(r"(?<![A-Za-z\\])Reals(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\A\s*=\s*"), ""),
-    (re.compile(rf"(?<=\d)(?:\s*\\text\s*\{{\s*({_LARGE})\s*\}}|\s+({_LARGE})(?![A-Za-z]))"),
-     lambda match: rf"\times 10^{{{_POWERS_OF_TEN[match[1] or match[2]]}}}"),
-    (re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}"), r"\1"),  # unit vectors
-    (re.compile(r"(?<=\d)\s*\\Omega\s*\Z"), r"\\text{ ohm}"),
+    (re.compile(
+        rf"(?<=\d)(?:\s*(\\text\s*\{{)\s*|\s+)({_LARGE})(?![A-Za-z])(?(1)(?:\s*\}}|(\s+)))", re.IGNORECASE,
+     ),
+     lambda match: rf"\times 10^{{{_POWERS_OF_TEN[match[2].lower()]}}}" + (r"\text{ " if match[3] else "")),
+    (re.compile(r"\\(?:hat|vec)(?![A-Za-z])\s*(\{)?\s*\\?([ijk])(?:math)?(?![A-Za-z])(?(1)\s*\})"), r" \2"),
+    (re.compile(r"\A(-?[^-+]*\d)\s*(?:\\Omega|\u03a9)\s*\Z"), r"\1\\text{ ohm}"),  # an amount, no sum
     (re.compile(
         r"(?<!\\)(?:(\[)|(\()|\|)\s*\\begin\{(array|(?:small)?matrix)\}(?:(?<=array\})\s*\{[^{}]*\})?(.*?)"
         r"\\end\{\3\}\s*(?(1)\]|(?(2)\)|\|))",
@@ -571,7 +573,7 @@ def split_unit(text: str, *, symbols: bool = False) -> tuple[str, str]:
     An amount is a number or an expression, such as ``3\pi``. A unit is a known one, a currency, degrees or a
     plural ("apples"), but "2 pi", "5 million" and "5 or more" have none. Letters directly after a number are
     a unit if they are at least three, or two such as "cm": ``5m`` may be five times m. With ``symbols``,
-    ``5 N`` has a unit, too, as in upright type.
+    ``5 N`` and ``5 N*m`` have a unit, too, as in upright type.
     """
     text = text.strip()
     if (coin := _BEFORE.match(text)) is not None:
@@ -593,6 +595,8 @@ def split_unit(text: str, *, symbols: bool = False) -> tuple[str, str]:
         power = re.search(r"\^([23])", words)
         words = re.sub(r"\^[23]", " ", words)
     else:
+        if symbols:  # products of units
+            bare = re.sub(r"(?<=[A-Za-z])\s*(?:\\cdot(?![A-Za-z])|\*)\s*(?=[A-Za-z])", " ", bare)
         match = _BARE.fullmatch(bare)
         if match is None:
             return text, ""
@@ -624,6 +628,9 @@ def _unit(text: str, exponent: str, *, symbols: bool = False) -> str:
         if any(word in _NO_UNITS for word in lowered[end + 1 :]):
             return ""
         words, lowered = words[:end], lowered[:end]
+    if "in" in lowered[1:-1]:  # "hours in total"; a last one is an inch
+        end = lowered.index("in", 1)
+        words, lowered = words[:end], lowered[:end]
     if lowered[-1] in _BEHIND_UNITS and len(words) > 1:  # "years old"
         words, lowered = words[:-1], lowered[:-1]
     if any(word in _NO_UNITS for word in lowered):
@@ -653,6 +660,7 @@ def _is_unit(word: str) -> bool:
 def _singular(word: str) -> str:
     if word.lower() in ("per", "/", "a", "an"):
         return "/"
+    word = _SYMBOLS.get(word, word)
     if word in _UNITS:
         return _UNITS[word]
     lowered = word.lower() if len(word) >= 3 else word
