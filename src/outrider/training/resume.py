@@ -24,6 +24,7 @@ import outrider
 from outrider.algorithms.tips import TipHook
 from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
+from outrider.environments.base import Task
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
 from outrider.files import file_sha256, readable, whole_lines
@@ -453,12 +454,13 @@ class RunState:
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
         self.files = RecordFiles(self.run.path)
-        self._tasks = {
-            "train": hash_tasks(self.parts.train_tasks),
-            "held-out": hash_tasks(self.parts.test_tasks),
-            **{f"evaluation {entry.name}": hash_tasks(entry.tasks) for entry in self.parts.other_sets},
-        }
+        self._tasks = {name: hash_tasks(tasks) for name, tasks in self._task_lists.items()}
         self._inputs = input_digests(self.parts)
+
+    @property
+    def _task_lists(self) -> dict[str, Sequence[Task]]:
+        other_sets = {f"evaluation {entry.name}": entry.tasks for entry in self.parts.other_sets}
+        return {"train": self.parts.train_tasks, "held-out": self.parts.test_tasks, **other_sets}
 
     @property
     def _reference_path(self) -> Path:
@@ -580,11 +582,11 @@ class RunState:
                 )
         for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks.get(name):
-                if name == "train" and tasks_hash == hash_tasks(
-                    [replace(task, metadata={}) for task in self.parts.train_tasks]
-                ):
+                version = state["versions"].get("outrider")
+                bare = [replace(task, metadata={}) for task in self._task_lists.get(name, ())]
+                if version != outrider.__version__ and tasks_hash == hash_tasks(bare):
                     raise CheckpointError(
-                        f"this run began with version {state['versions'].get('outrider')}, whose tasks lack "
+                        f"this run began with version {version}, whose {name} tasks lack "
                         "the further columns of the data that they have now: resume it with that version, or "
                         "begin a new run with model.initial_checkpoint"
                     )
