@@ -39,7 +39,6 @@ from outrider.training.async_rollouts import (
     write_snapshot,
 )
 from outrider.training.checkpoint import (
-    STATE,
     checkpoints_newest_first,
     damaged,
     describe_weights,
@@ -47,6 +46,7 @@ from outrider.training.checkpoint import (
     load_memory,
     prune_checkpoints,
     read_state,
+    read_versions,
     save_checkpoint,
 )
 from outrider.training.components import Components
@@ -271,8 +271,7 @@ def differences(
 
 def weights_differences(checkpoint: Path) -> list[str]:
     """Return the lines of :func:`differences` for an evaluation of the weights in ``checkpoint``."""
-    recorded = read_state(checkpoint).get("versions", {}) if (checkpoint / STATE).is_file() else {}
-    return differences(recorded, "the scores may differ from those of the training")
+    return differences(read_versions(checkpoint), "the scores may differ from those of the training")
 
 
 def chosen_instructions() -> list[str]:
