@@ -24,7 +24,6 @@ import outrider
 from outrider.algorithms.tips import TipHook
 from outrider.config import Settings
 from outrider.engines.local.processor import read_processor
-from outrider.environments.base import Task
 from outrider.environments.tool_qa.datasets import hash_tasks
 from outrider.errors import CheckpointError
 from outrider.files import file_sha256, readable, whole_lines
@@ -53,6 +52,7 @@ from outrider.training.components import Components
 from outrider.training.run_dir import RunDirectory, check_settings, comparable_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
+from outrider.types import Task
 from outrider.viewer.progress import Progress
 from outrider.viewer.records import MEMORY, ROLLOUTS, StepFiles
 
