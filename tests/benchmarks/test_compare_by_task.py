@@ -16,7 +16,6 @@ from benchmarks.compare_by_task import (
     task_tables,
 )
 
-from outrider import cli
 from outrider.errors import ConfigError
 from outrider.evaluation.compare import Incomparable, group_runs, load_run
 from outrider.evaluation.compare_report import to_html, to_markdown
@@ -229,8 +228,6 @@ def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFix
     assert "<table>" in (tmp_path / "t.html").read_text()
     assert main(["--depth", "1", run]) == 0
     assert main([str(tmp_path)]) == 1
-    assert cli.main(["compare", "--by-task", run]) == 2
-    assert "benchmarks.compare_by_task" in capsys.readouterr().err
 
 
 UNTRAINED = ('algorithm.type = "empo2"', "train.num_steps = 0")

@@ -123,7 +123,7 @@ def test_stored_answers_are_reused_for_the_same_weights_only(capsys: Said) -> No
     line = refused(
         capsys, "eval", "--tasks", "tasks.jsonl", "--model", first, "--run", "panel", "--progress", "none"
     )
-    assert "weights" in line and "new" in line
+    assert "weights" in line and "--run" in line
     assert "evaluate again, with --tasks and a new --run" in refused(capsys, "eval", "--regrade", "panel")
 
 

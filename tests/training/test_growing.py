@@ -13,7 +13,7 @@ from outrider.cli import main
 from outrider.config import load_settings
 from outrider.errors import ConfigError
 from outrider.training import trainer
-from outrider.training.data import training_tasks
+from outrider.training.data import read_eval_tasks, training_tasks
 from outrider.training.run_dir import MAY_CHANGE, RunDirectory, extend_settings
 from outrider.training.settings import RunSettings
 from outrider.viewer.records import TraceReader
@@ -149,13 +149,19 @@ def test_a_refused_resume_does_not_change_the_length(
     assert train(ended, "train.num_steps=5") == 1
     assert "tasks are not those that this run began with" in capsys.readouterr().err
     monkeypatch.undo()
-    # until 0.3.7, tasks of agent programs had no columns
-    monkeypatch.setattr(
-        "outrider.training.setup.training_tasks",
-        lambda *given: [replace(task, metadata={"level": 1}) for task in training_tasks(*given)],
-    )
-    assert train(ended, "train.num_steps=5") == 1
-    assert "whose tasks lack the further columns of the data" in capsys.readouterr().err
+    for read, name in ((training_tasks, "train"), (read_eval_tasks, "held-out")):
+
+        def with_column(*given: Any, read: Any = read) -> list[Any]:
+            return [replace(task, metadata={"level": 1}) for task in read(*given)]
+
+        monkeypatch.setattr(f"outrider.training.setup.{read.__name__}", with_column)
+        assert train(ended, "train.num_steps=5") == 1  # the same version: the data has changed
+        assert f"the {name} tasks are not those" in capsys.readouterr().err
+        with monkeypatch.context() as patch:  # until 0.3.7, tasks of agent programs had no columns
+            patch.setattr("outrider.__version__", "0.9")
+            assert train(ended, "train.num_steps=5") == 1
+        assert f"whose {name} tasks lack the further columns of the data" in capsys.readouterr().err
+        monkeypatch.undo()
     assert whole_content(ended) == before
 
 

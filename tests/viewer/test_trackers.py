@@ -51,6 +51,14 @@ def test_a_failing_tracker_is_switched_off_once_and_the_others_go_on() -> None:
     assert (good.num_closed, bad.num_closed) == (1, 0)
 
 
+def test_a_tracker_without_a_method_is_switched_off() -> None:
+    warnings: list[str] = []
+    for name in ("log", "close"):
+        trackers = TrackerSet({name: object()}, warn=warnings.append)  # type: ignore[dict-item]
+        trackers.log(1, {}) if name == "log" else trackers.close()
+    assert ["no attribute" in warning for warning in warnings] == [True, True]
+
+
 def test_undefined_and_non_finite_values_are_left_out() -> None:
     tracker = Recorder()
     TrackerSet({"t": tracker}).log(1, {"a": None, "b": float("nan"), "c": float("-inf"), "d": 2})

@@ -142,15 +142,19 @@ def test_a_run_is_finished_if_nothing_is_left_to_do(
     assert ("start with" in head) == (status == "not started")
 
 
-@pytest.mark.parametrize(("tasks", "status"), [("", "finished"), ("some", "stopped")])
+@pytest.mark.parametrize(
+    ("tasks", "status"), [(("",), "finished"), (("some",), "stopped"), (("", "some"), "stopped")]
+)
 @pytest.mark.parametrize("config", ["train.num_steps = 2\nevaluation.at_start = false\n", IMITATION])
 def test_a_run_without_evaluation_tasks_is_finished_after_its_steps(
-    tmp_path: Path, config: str, tasks: str, status: str
+    tmp_path: Path, config: str, tasks: tuple[str, ...], status: str
 ) -> None:
     run = write_folder(tmp_path / "run", config, STEPS, ())
     (checkpoint := run / "checkpoints" / "step-000002").mkdir(parents=True)
-    held_out = hashlib.sha256(tasks.encode()).hexdigest()
-    (checkpoint / "state.json").write_text(json.dumps({"tasks": {"held-out": held_out}}))
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in tasks]
+    names = ("held-out", "evaluation far")[: len(tasks)]
+    state = {"tasks": {"train": "some", **dict(zip(names, digests, strict=True))}}
+    (checkpoint / "state.json").write_text(json.dumps(state))
     assert read_snapshot(run).status == status
 
 

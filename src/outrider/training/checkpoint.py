@@ -77,6 +77,18 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise damaged(checkpoint, error) from error
 
 
+def read_versions(checkpoint: Path) -> dict[str, str]:
+    """Return the versions that wrote a checkpoint, or weights of an earlier Outrider, whose state has no
+    checksum; empty if none are recorded. Raises CheckpointError for a file that is no JSON.
+    """
+    try:
+        return dict(_read(checkpoint / STATE).get("versions", {}))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise damaged(checkpoint, error) from error
+
+
 def damaged(checkpoint: Path, error: Exception) -> CheckpointError:
     """The error for a checkpoint that cannot be read, in one line."""
     if isinstance(error, FileNotFoundError):

@@ -38,7 +38,6 @@ from outrider.training.async_rollouts import (
     write_snapshot,
 )
 from outrider.training.checkpoint import (
-    STATE,
     checkpoints_newest_first,
     damaged,
     describe_weights,
@@ -46,12 +45,14 @@ from outrider.training.checkpoint import (
     load_memory,
     prune_checkpoints,
     read_state,
+    read_versions,
     save_checkpoint,
 )
 from outrider.training.components import Components
 from outrider.training.run_dir import RunDirectory, check_settings, comparable_settings
 from outrider.training.settings import RunSettings
 from outrider.training.step_records import RecordFiles
+from outrider.types import Task
 from outrider.viewer.progress import Progress
 from outrider.viewer.records import MEMORY, ROLLOUTS, StepFiles
 
@@ -270,8 +271,7 @@ def differences(
 
 def weights_differences(checkpoint: Path) -> list[str]:
     """Return the lines of :func:`differences` for an evaluation of the weights in ``checkpoint``."""
-    recorded = read_state(checkpoint).get("versions", {}) if (checkpoint / STATE).is_file() else {}
-    return differences(recorded, "the scores may differ from those of the training")
+    return differences(read_versions(checkpoint), "the scores may differ from those of the training")
 
 
 def chosen_instructions() -> list[str]:
@@ -453,12 +453,13 @@ class RunState:
     def __post_init__(self) -> None:
         self.metrics = MetricsWriter(self.run.path / "metrics.jsonl")
         self.files = RecordFiles(self.run.path)
-        self._tasks = {
-            "train": hash_tasks(self.parts.train_tasks),
-            "held-out": hash_tasks(self.parts.test_tasks),
-            **{f"evaluation {entry.name}": hash_tasks(entry.tasks) for entry in self.parts.other_sets},
-        }
+        self._tasks = {name: hash_tasks(tasks) for name, tasks in self._task_lists.items()}
         self._inputs = input_digests(self.parts)
+
+    @property
+    def _task_lists(self) -> dict[str, Sequence[Task]]:
+        other_sets = {f"evaluation {entry.name}": entry.tasks for entry in self.parts.other_sets}
+        return {"train": self.parts.train_tasks, "held-out": self.parts.test_tasks, **other_sets}
 
     @property
     def _reference_path(self) -> Path:
@@ -580,11 +581,11 @@ class RunState:
                 )
         for name, tasks_hash in state["tasks"].items():
             if tasks_hash != self._tasks.get(name):
-                if name == "train" and tasks_hash == hash_tasks(
-                    [replace(task, metadata={}) for task in self.parts.train_tasks]
-                ):
+                version = state["versions"].get("outrider")
+                bare = [replace(task, metadata={}) for task in self._task_lists.get(name, ())]
+                if version != outrider.__version__ and tasks_hash == hash_tasks(bare):
                     raise CheckpointError(
-                        f"this run began with version {state['versions'].get('outrider')}, whose tasks lack "
+                        f"this run began with version {version}, whose {name} tasks lack "
                         "the further columns of the data that they have now: resume it with that version, or "
                         "begin a new run with model.initial_checkpoint"
                     )

@@ -323,7 +323,8 @@ def _has_evaluation_tasks(run: Path) -> bool:
     for state in sorted(run.glob("checkpoints/step-*/state.json"), reverse=True):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             tasks = json.loads(state.read_text(encoding="utf-8"))["tasks"]
-            return bool(tasks["held-out"] != hashlib.sha256().hexdigest())  # the hash of no tasks
+            # other hashes of evaluation sets than that of no tasks
+            return bool({tasks[name] for name in tasks if name != "train"} - {hashlib.sha256().hexdigest()})
     return True
 
 

@@ -259,8 +259,8 @@ class TrackerSet:
             for name, value in metrics.items()
             if value is not None and abs(value) < float("inf")
         }
-        for name, tracker in list(self._trackers.items()):
-            self._attempt(name, tracker, partial(tracker.log, step, values))
+        for name in list(self._trackers):
+            self._attempt(name, "log", step, values)
 
     def log_rollouts(self, step: int, traces: Sequence[Trace], *, label: str | None = None) -> None:
         """Send a table of rollouts, one of each group: of a training step if its turn has come, or of the
@@ -271,29 +271,29 @@ class TrackerSet:
             if not self._tracking.sends_rollouts(step):
                 return
             limit = self._tracking.num_rollouts
-        with_tables = {name: item for name, item in self._trackers.items() if hasattr(item, "log_table")}
+        with_tables = [name for name, item in self._trackers.items() if hasattr(item, "log_table")]
         rows = [row for trace in traces[:limit] if (row := _row(step, trace, label or "training"))]
         if not (with_tables and rows):
             return
         table = "rollouts/train" if label is None else "rollouts/eval"
-        for name, tracker in with_tables.items():
-            self._attempt(name, tracker, partial(tracker.log_table, step, table, COLUMNS, rows))
+        for name in with_tables:
+            self._attempt(name, "log_table", step, table, COLUMNS, rows)
 
     def alert(self, step: int | None, text: str) -> None:
         """Send an alarm. ``step`` is None before training."""
         for name, tracker in list(self._trackers.items()):
-            if (send := getattr(tracker, "alert", None)) is not None:
-                self._attempt(name, tracker, partial(send, step or 0, text))
+            if getattr(tracker, "alert", None) is not None:
+                self._attempt(name, "alert", step or 0, text)
 
     def close(self) -> None:
         """Close every tracker; may be called twice."""
-        for name, tracker in list(self._trackers.items()):
-            self._attempt(name, tracker, tracker.close)
+        for name in list(self._trackers):
+            self._attempt(name, "close")
         self._trackers.clear()
 
-    def _attempt(self, name: str, tracker: Tracker, action: Callable[[], None]) -> None:
+    def _attempt(self, name: str, method: str, *arguments: Any) -> None:
         try:
-            action()
+            getattr(self._trackers[name], method)(*arguments)
         except Exception as error:
             self.num_failures[name] += 1
             self._trackers.pop(name, None)
