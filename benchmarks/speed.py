@@ -44,6 +44,8 @@ from outrider.planning.shape import shape_from_config
 from outrider.training.policy import Policy, set_threads
 from outrider.training.settings import OptimizerSettings
 
+SIDES = ("generate, dynamic", "generate, static", "outrider", "vllm, eager", "vllm, compiled")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -56,7 +58,12 @@ def main() -> None:
     parser.add_argument(
         "--compiled", action="store_true", help="vLLM with its compiler too, whose start takes minutes"
     )
-    parser.add_argument("--sides", nargs="+", help="of generation; the first is the base of the ratios")
+    parser.add_argument(
+        "--sides",
+        nargs="+",
+        choices=SIDES,
+        help="of generation (default: all); the first of them is the base of the ratios",
+    )
     parser.add_argument(
         "--workloads", type=int, nargs="+", help="numbers of the generation workloads, from 1"
     )
@@ -179,14 +186,16 @@ def generation(
 ) -> None:
     plain = plain_model(folder, getattr(torch, precision), arguments.device)
     vllm = partial(Vllm, arguments.vllm, folder, precision, threads=arguments.threads)
-    makers: dict[str, Callable[[], Any]] = {
-        "generate, dynamic": partial(Plain, plain, static=False),
-        "generate, static": partial(Plain, plain, static=True),
-        "outrider": partial(Outrider, replace(ours, eos_token_ids=frozenset(), eos_texts=())),
-        **({"vllm, eager": partial(vllm, eager=True)} if arguments.vllm else {}),
-        **({"vllm, compiled": partial(vllm, eager=False)} if arguments.vllm and arguments.compiled else {}),
+    makers: list[Callable[[], Any]] = [
+        partial(Plain, plain, static=False),
+        partial(Plain, plain, static=True),
+        partial(Outrider, replace(ours, eos_token_ids=frozenset(), eos_texts=())),
+        *([partial(vllm, eager=True)] if arguments.vllm else ()),
+        *([partial(vllm, eager=False)] if arguments.vllm and arguments.compiled else ()),
+    ]
+    sides = {
+        name: make() for name, make in zip(SIDES, makers, strict=False) if name in (arguments.sides or SIDES)
     }
-    sides = {name: makers[name]() for name in arguments.sides or makers}
     table = Table("new tokens/s", *sides, title=title)
     chosen = arguments.workloads or range(1, len(WORKLOADS) + 1)
     for name, workload in (list(WORKLOADS.items())[number - 1] for number in chosen):
