@@ -90,6 +90,8 @@ def main() -> None:
         default=["limit", "generation", "update", "gap"],
     )
     arguments = parser.parse_args()
+    if any(side.startswith("vllm") for side in arguments.sides or ()) and not arguments.vllm:
+        parser.error("--sides with vLLM needs --vllm")
     set_threads(arguments.threads, device=arguments.device)
     precision = resolve_precision(arguments.precision, arguments.device)
     title = (
